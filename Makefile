@@ -1,0 +1,47 @@
+# Needs python3 (3.11 or newer) and make; every target sets up .venv by itself.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train a small network and print its exact curvature
+	@$(BIN)/python -m saltflat.demo
+
+# Two workers of one thread each are faster than one worker of two threads.
+test: $(STAMP) ## run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+slow: $(STAMP) ## run the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+lint: $(STAMP) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## compare speed, error and memory with the alternatives (BENCH="--quick")
+	$(BIN)/python -m bench.curvature $(BENCH)
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench -name __pycache__ -type d -exec rm -rf {} +
+
+# torch goes first, on its own, so that everything after it builds on the pinned one. The two peers
+# of the tests and benchmarks go last and without dependencies: BackPACK asks for torchvision, which
+# it only needs for an example, and curvlinops asks for BackPACK. What they import is in [dev].
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("saltflat needs Python 3.11 or newer")'
+	@echo "Setting up $(VENV); the first time takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch hatchling
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
+	@touch $@

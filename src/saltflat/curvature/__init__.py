@@ -1,0 +1,1 @@
+"""Exact and estimated curvature of a risk, block by block."""

@@ -1,0 +1,336 @@
+"""Probe a model on a few samples: which rule serves which parameter, and what may be called exact.
+
+Three things are found out, each by asking autograd and none by looking at layer types.
+
+*Samples.* Outputs of a sample must not depend on the other samples of its batch, nor on chance.
+
+*Rules.* A fast rule is right for a parameter if, for random cotangents and random weights a_i of
+the samples, Σ_i a_i G_i equals autograd's own gradient. The weights catch a rule that takes some
+other dimension for the samples; the comparison catches every use that the recorder did not see.
+
+*Piecewise linearity.* If outputs o are piecewise linear in a block, its Hessian block equals the
+Gauss–Newton block for any loss. With parameters held fixed, the gradients δ = ∂⟨r, o⟩/∂z at all
+recorded operations must not change with any z; one random second derivative decides that for
+every block at once. It can fail though each block alone is linear (a product of two branches),
+and it says nothing of a parameter used twice along a path; those blocks are probed one by one, by
+the derivative of ⟨∂⟨r, o⟩/∂w, v⟩ in w. The cotangent r is random, never the loss's own gradient:
+where that vanishes, every network would pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from saltflat.curvature.layers import Rows, Use
+from saltflat.curvature.record import Recorder
+from saltflat.curvature.terms import Term, combine
+from saltflat.errors import ModelError
+from saltflat.risk import Batch, Risk
+
+PROBE_SAMPLES = 4
+GENERIC = "per-sample"
+UNUSED = "unused"
+
+Signature = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a probe found; it holds for batches whose forward pass makes the same calls."""
+
+    samples: int
+    coupled: bool  # outputs of one sample depend on others
+    rules: Mapping[str, str]  # parameter -> rule, GENERIC or UNUSED
+    dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
+    certified: Mapping[str, bool]
+    reasons: Mapping[str, str]
+    signature: Signature
+    channels_last: bool
+    width: int  # bytes of an output entry
+    outputs: int  # output entries, a sample
+    activations: int  # output entries of the recorded operations, a sample
+    inputs: int  # input entries of the recorded operations, a sample
+    patches: int  # entries of the largest patch matrix, a sample
+
+    def serves(self, uses: Sequence[Use]) -> bool:
+        """Whether a forward pass made the calls that this plan was made for."""
+        return signature(uses) == self.signature
+
+
+def signature(uses: Sequence[Use]) -> Signature:
+    return tuple((use.rule, tuple(use.names.values())) for use in uses)
+
+
+_CACHE: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Plan]] = weakref.WeakKeyDictionary()
+
+
+def clear_cache() -> None:
+    """Forget every certificate."""
+    _CACHE.clear()
+
+
+def plan_for(risk: Risk, batch: Batch) -> Plan:
+    """The plan for batches like this one, from the cache or by probing its first samples."""
+    few = batch.part(0, PROBE_SAMPLES)
+    key = _key(risk, few)
+    known = _CACHE.setdefault(risk.model, {})
+    if key not in known:
+        known[key] = probe(risk, few)
+    return known[key]
+
+
+def _key(risk: Risk, batch: Batch) -> Hashable:
+    shapes = tuple(
+        (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
+        for t in tree_leaves(batch.inputs)
+    )
+    structure = tuple(_traits(m) for m in risk.model.modules())
+    return shapes, batch.size > 1, tuple(risk.parameters), risk.dtype, structure
+
+
+def _traits(module: nn.Module) -> Hashable:
+    """What can change a module's behaviour without changing its parameters' names."""
+    plain = (str, int, float, bool, type(None))
+    return type(module), tuple(
+        (name, value if isinstance(value, plain) else id(value))
+        for name, value in module.__dict__.items()
+        if isinstance(value, plain) or callable(value)
+    )
+
+
+def channels_last(batch: Batch) -> Batch:
+    """The batch with images laid out channels last, which convolutions like best."""
+
+    def lay(leaf: Any) -> Any:
+        image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()
+        return leaf.contiguous(memory_format=torch.channels_last) if image else leaf
+
+    return Batch(tree_map(lay, batch.inputs), batch.targets, batch.size, batch.where)
+
+
+def probe(risk: Risk, batch: Batch) -> Plan:
+    """Probe the model on all samples of a (small) batch."""
+    return _Probe(risk, batch).plan()
+
+
+class _Probe:
+    def __init__(self, risk: Risk, batch: Batch) -> None:
+        self.risk, self.batch = risk, batch
+        self.generator = torch.Generator().manual_seed(20_210_618)
+        self.rows = [Rows(batch.size, 0), Rows(batch.size, 1)]
+
+    def plan(self) -> Plan:
+        outputs, self.uses = self._forward()
+        self.risk.check(outputs, self.batch)
+        coupled = self._coupled(outputs)
+        names = list(self.risk.parameters)
+        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+        linear, reasons = dict.fromkeys(names, True), dict.fromkeys(names, "no effect on outputs")
+        if outputs.requires_grad:
+            self.outputs = outputs
+            self.cotangent = self._normal(outputs)
+            self._deltas()
+            rules, dims = self._rules()
+            linear, reasons = self._linearity(rules)
+        n = self.batch.size
+        return Plan(
+            samples=n,
+            coupled=coupled,
+            rules=rules,
+            dims=dims,
+            certified=linear,
+            reasons=reasons,
+            signature=signature(self.uses),
+            channels_last=self.channels_last,
+            width=outputs.element_size(),
+            outputs=outputs.numel() // n,
+            activations=sum(use.shape.numel() for use in self.uses) // n,
+            inputs=sum(use.input.numel() for use in self.uses) // n,
+            patches=max((_patch_entries(use) for use in self.uses), default=0) // n,
+        )
+
+    def _normal(self, like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, generator=self.generator)
+        return noise.to(like)
+
+    def _images(self) -> bool:
+        leaves = tree_leaves(self.batch.inputs)
+        return any(isinstance(t, Tensor) and t.ndim == 4 for t in leaves)
+
+    def _forward(self) -> tuple[Tensor, list[Use]]:
+        """The recorded forward pass, with images laid out channels last if the model bears it."""
+        self.channels_last = self._images()
+        if self.channels_last:
+            try:
+                with Recorder(self.risk.parameters) as recorder:
+                    return self.risk.forward(channels_last(self.batch)), recorder.uses
+            except RuntimeError:
+                self.channels_last = False
+        with Recorder(self.risk.parameters) as recorder:
+            return self.risk.forward(self.batch), recorder.uses
+
+    def _coupled(self, outputs: Tensor) -> bool:
+        """Whether samples of a batch depend on each other; an error if they depend on chance."""
+        half = self.batch.size // 2
+        with torch.no_grad():
+            alone = self.risk.forward(self.batch.part(half, self.batch.size))
+            if self._close(alone, outputs[half:]):
+                return False
+            again = [self.risk.forward(self.batch) for _ in range(2)]
+        if not self._close(*again):
+            raise ModelError(
+                "The model is random in evaluation mode: the same inputs give different outputs, so it "
+                "has no Hessian to measure. Look for dropout called with training=True or noise "
+                "that is not switched off by eval()."
+            )
+        return True
+
+    def _close(self, a: Tensor, b: Tensor) -> bool:
+        tolerance = 1e-10 if a.dtype == torch.float64 else 1e-3
+        return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30))
+
+    def _deltas(self) -> None:
+        """δ at every recorded operation for the random cotangent, differentiable once more."""
+        edges = [use.edge for use in self.uses]
+        self.deltas: Sequence[Tensor | None] = ()
+        if edges:
+            self.deltas = torch.autograd.grad(
+                self.outputs, edges, self.cotangent, create_graph=True, allow_unused=True
+            )
+
+    def _rules(self) -> tuple[dict[str, str], dict[str, int]]:
+        weights = self._normal(self.outputs.new_empty(self.batch.size))
+        spread = weights.reshape(-1, *[1] * (self.outputs.ndim - 1))
+        truth = torch.autograd.grad(
+            self.outputs,
+            list(self.risk.parameters.values()),
+            self.cotangent * spread,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        rules, dims = {}, {}
+        with torch.no_grad():
+            offers = [self._offers(rows) for rows in self.rows]
+            for (name, parameter), gradient in zip(
+                self.risk.parameters.items(), truth, strict=True
+            ):
+                rules[name] = UNUSED if gradient is None else GENERIC
+                for dim, offer in enumerate(offers):
+                    terms = offer.get(name)
+                    if gradient is None or not terms or not gradient.any():
+                        continue
+                    value = combine([term for _, term in terms]).weighted(weights)
+                    if value.shape == parameter.shape and self._agrees(value, gradient):
+                        rules[name], dims[name] = terms[0][0].rule, dim
+                        break
+        return rules, dims
+
+    def _agrees(self, a: Tensor, b: Tensor) -> bool:
+        reduced = b.device.type == "cuda" and torch.backends.cudnn.allow_tf32
+        tolerance = 1e-9 if b.dtype == torch.float64 else 1e-2 if reduced else 1e-3
+        return bool((a - b).abs().max() <= tolerance * b.abs().max())
+
+    def _offers(self, rows: Rows) -> dict[str, list[tuple[Use, Term]]]:
+        """What each parameter's uses make of the deltas, if its samples lie along `rows`."""
+        found: dict[str, list[tuple[Use, Term]]] = {}
+        refused = set[str]()
+        for use, delta in zip(self.uses, self.deltas, strict=True):
+            if delta is None:
+                continue
+            fits = rows.fits(use.shape) and rows.fits((*use.input.shape, 1))
+            if rows.dim not in use.dims or not fits:
+                refused |= set(use.names.values())
+                continue
+            for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
+                found.setdefault(name, []).append((use, term))
+        return {name: terms for name, terms in found.items() if name not in refused}
+
+    def _linearity(self, rules: Mapping[str, str]) -> tuple[dict[str, bool], dict[str, str]]:
+        calls: dict[str, int] = {}
+        for use in self.uses:
+            for name in use.names.values():
+                calls[name] = calls.get(name, 0) + 1
+        single = {n for n, rule in rules.items() if calls.get(n) == 1 and rule != GENERIC}
+        n = self.batch.size
+        good = f"outputs are piecewise linear in it on {n} probed samples"
+        linear, reasons = dict.fromkeys(rules, True), dict.fromkeys(rules, good)
+        together = self._all_linear()
+        for name, rule in rules.items():
+            if rule == UNUSED:
+                reasons[name] = "no effect on outputs"
+            elif not (together and name in single):
+                problem = self._nonlinear(self.risk.parameters[name])
+                if problem:
+                    linear[name], reasons[name] = False, problem
+        return linear, reasons
+
+    def _all_linear(self) -> bool:
+        """Whether no δ changes with any recorded output."""
+        pairs = [
+            (use.edge, delta)
+            for use, delta in zip(self.uses, self.deltas, strict=True)
+            if delta is not None and delta.requires_grad
+        ]
+        if not pairs:
+            return True
+        edges = [edge for edge, _ in pairs]
+        deltas = [delta for _, delta in pairs]
+        directions = [self._normal(delta) for delta in deltas]
+        try:
+            changes = torch.autograd.grad(
+                deltas, edges, directions, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError:
+            return False  # found out, block by block, by `_nonlinear`
+        for change, delta in zip(changes, deltas, strict=True):
+            if change is not None and not _negligible(change, delta.detach()):
+                return False
+        return True
+
+    def _nonlinear(self, parameter: Tensor) -> str | None:
+        """Why the outputs are not piecewise linear in one parameter, or None if they are."""
+        try:
+            (gradient,) = torch.autograd.grad(
+                self.outputs, parameter, self.cotangent, create_graph=True
+            )
+            if not gradient.requires_grad:
+                return None
+            size = parameter.detach().square().mean().sqrt().clamp(min=1e-30)
+            direction = self._normal(gradient) * size
+            (change,) = torch.autograd.grad(
+                gradient, parameter, direction, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            return f"its second derivative is not available: {str(error).splitlines()[0]}"
+        if change is None or _negligible(change, gradient.detach()):
+            return None
+        return "outputs are not piecewise linear in it"
+
+
+def _negligible(change: Tensor, scale: Tensor) -> bool:
+    return bool(change.abs().max() <= 16 * torch.finfo(change.dtype).eps * scale.abs().max())
+
+
+def _patch_entries(use: Use) -> int:
+    window = getattr(use, "window", None)
+    if window is None:
+        return use.input.numel()
+    taps = 1
+    for k in window.kernel:
+        taps *= k
+    positions = use.shape[2:].numel() if use.rule == "conv" else use.input.shape[2:].numel()
+    channels = use.input.shape[1] if use.rule == "conv" else use.shape[1]
+    return int(use.shape[0] * channels * taps * positions)
+
+
+def chunks(batch: Batch, size: int) -> Iterator[Batch]:
+    """The batch in parts of at most `size` samples."""
+    for start in range(0, batch.size, size):
+        yield batch.part(start, start + size)

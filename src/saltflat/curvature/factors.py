@@ -1,0 +1,291 @@
+"""The loss's side: factors of the output Hessian, B = Σ_c s_c u_c u_cᵀ with s_c = ±1.
+
+A `Factor` gives the directions u_c that are sent backwards. Where the output has several positions
+(tokens, pixels), each (position, class) is a direction of its own. `sketch` mixes all of them
+with random signs into one or two directions whose outer product is B on average.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from saltflat.errors import DataError
+from saltflat.losses import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    CustomLoss,
+    Loss,
+    MeanSquaredError,
+    scalar,
+)
+from saltflat.risk import Batch, join
+
+
+class Factor(ABC):
+    """Directions for n samples with outputs of shape (n, …)."""
+
+    count: int
+
+    @abstractmethod
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Directions start…stop as (D, n, …), and their signs as (D, n) or None for all +."""
+
+    @abstractmethod
+    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """One draw: directions whose signed outer products average to B; `noise` is ±1."""
+
+
+@final
+class SoftmaxFactor(Factor):
+    """Closed form of the factor of s (diag p − p pᵀ), K−1 columns a position.
+
+    With q_c = Σ_{j>c} p_j and tail_c = p_c + q_c: column c is sqrt(p_c q_c / tail_c) at c and
+    −p_j sqrt(p_c / (q_c tail_c)) at j > c. The suffix sums are formed from small to large and
+    never by subtraction, so that confident samples lose no digits.
+    """
+
+    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
+        logits, _ = loss.class_last(outputs, targets)
+        p = logits.double().softmax(-1)
+        suffix = p.flip(-1).cumsum(-1).flip(-1)
+        self.p = p
+        self.rest = torch.cat([suffix[..., 1:], torch.zeros_like(p[..., :1])], -1)
+        self.tail = p + self.rest
+        self.root = loss.scale(outputs, targets).sqrt()  # (n, positions…)
+        self.like = outputs
+        self.shape = logits.shape
+        self.dim = loss.dim(outputs, targets)
+        self.classes = logits.shape[-1]
+        self.positions = p[0, ..., 0].numel()
+        self.count = self.positions * (self.classes - 1)
+
+    def _head(self) -> tuple[Tensor, Tensor]:
+        """The entry at c and the common factor of the entries below it, 0/0 guarded."""
+        safe = (self.rest > 0) & (self.p > 0)
+        one = torch.ones_like(self.p)
+        at = (self.p * self.rest / torch.where(safe, self.tail, one)).sqrt()
+        below = (self.p / torch.where(safe, self.rest * self.tail, one)).sqrt()
+        return at.where(safe, 0.0), below.where(safe, 0.0)
+
+    def _place(self, class_last: Tensor) -> Tensor:
+        dims = class_last.ndim - self.like.ndim
+        return class_last.movedim(-1, self.dim + dims).to(self.like.dtype)
+
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        at, below = self._head()
+        n, k = len(self.p), self.classes
+        p, at, below = (t.reshape(n, self.positions, k) for t in (self.p, at, below))
+        root = self.root.reshape(n, self.positions)
+        index = torch.arange(start, stop, device=p.device)
+        where, which = index // (k - 1), index % (k - 1)
+        lower = torch.arange(k, device=p.device) > which.unsqueeze(1)  # (D, K)
+        values = -p[:, where] * (below[:, where, which] * root[:, where]).unsqueeze(-1) * lower
+        head = (at[:, where, which] * root[:, where]).unsqueeze(-1)
+        values.scatter_add_(2, which.expand(n, -1).unsqueeze(-1), head)
+        values = values.movedim(0, 1)  # (D, n, K)
+        if self.positions > 1:
+            spread = values.new_zeros(len(index), n, self.positions, k)
+            spread[torch.arange(len(index)), :, where] = values
+            values = spread
+        return self._place(values.reshape(len(index), *self.shape)), None
+
+    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        at, below = self._head()
+        signs = noise.movedim(self.dim, -1).to(self.p)
+        weighted = signs * below
+        zero = torch.zeros_like(weighted[..., :1])
+        before = torch.cat([zero, weighted.cumsum(-1)[..., :-1]], -1)  # Σ_{c<j}
+        mixed = (signs * at - self.p * before) * self.root.unsqueeze(-1)
+        return self._place(mixed.unsqueeze(0)), None
+
+
+@final
+class DiagonalFactor(Factor):
+    """B is diagonal (squared error, binary cross-entropy): one direction an output element."""
+
+    def __init__(self, diagonal: Tensor, like: Tensor) -> None:
+        self.like = like
+        self.negative = bool((diagonal < 0).any())
+        self.sign = torch.where(diagonal < 0, -1.0, 1.0).reshape(len(like), -1).to(like)
+        self.root = diagonal.abs().sqrt().to(like.dtype)
+        self.count = self.root[0].numel()
+
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        n, count = len(self.root), stop - start
+        index = torch.arange(start, stop, device=self.root.device)
+        values = self.root.new_zeros(count, n, self.count)
+        values[torch.arange(count, device=index.device), :, index] = (
+            self.root.reshape(n, -1)[:, start:stop].T
+        )
+        sign = self.sign[:, start:stop].T if self.negative else None
+        return values.reshape(count, *self.root.shape), sign
+
+    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        mixed = noise.to(self.root) * self.root
+        if not self.negative:
+            return mixed.unsqueeze(0), None
+        up = self.sign.reshape(self.root.shape) > 0
+        return _signed(mixed * up, mixed * ~up)
+
+
+@final
+class DenseFactor(Factor):
+    """B by autograd, for any loss, factored by its eigenvectors; indefinite allowed."""
+
+    def __init__(self, hessian: Tensor, like: Tensor) -> None:
+        values, vectors = torch.linalg.eigh(hessian.double())
+        order = values.abs().argsort(dim=-1, descending=True)
+        values = values.gather(-1, order)
+        vectors = vectors.gather(-1, order.unsqueeze(1).expand_as(vectors))
+        largest = values.abs().amax(-1, keepdim=True)
+        matters = (values.abs() > 1e-15 * largest).any(0)
+        self.count = int(matters.sum())
+        self.sign = values.sign().to(like)
+        self.columns_ = (vectors * values.abs().sqrt().unsqueeze(1)).to(like.dtype)
+        self.shape = like.shape
+
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        part = self.columns_[:, :, start:stop].movedim(-1, 0)
+        return part.reshape(stop - start, *self.shape), self.sign[:, start:stop].T
+
+    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("a dense factor has few directions and is never sketched")
+
+
+@final
+class ProductFactor(Factor):
+    """B known only through products: B = E[z (Bz)ᵀ] = ¼ E[(z+Bz)(z+Bz)ᵀ − (z−Bz)(z−Bz)ᵀ]."""
+
+    def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
+        self.loss, self.outputs, self.targets = loss, outputs, targets
+        self.count = outputs[0].numel()
+
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("too many directions to write out; this factor is only sketched")
+
+    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        z = noise.to(self.outputs)
+        bz = output_product(self.loss.total, self.outputs, self.targets, z)
+        return _signed((z + bz) / 2, (z - bz) / 2)
+
+
+def _signed(plus: Tensor, minus: Tensor) -> tuple[Tensor, Tensor]:
+    sign = torch.ones(2, len(plus), device=plus.device, dtype=plus.dtype)
+    sign[1] = -1
+    return torch.stack([plus, minus]), sign
+
+
+def factor(loss: Loss, outputs: Tensor, batch: Batch, most: int) -> Factor:
+    """The factor of the (unnormalised) output Hessian; dense ones only up to `most` directions."""
+    outputs = outputs.detach()
+    if isinstance(loss, CrossEntropy):
+        return SoftmaxFactor(loss, outputs, batch.targets)
+    if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
+        return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
+    if outputs[0].numel() > most:
+        return ProductFactor(loss, outputs, batch.targets)
+    hessian = output_hessian(loss, outputs, batch)
+    if not torch.isfinite(hessian).all():
+        raise DataError(
+            f"The second derivative of the loss {loss.name} is not finite on {batch.where}."
+        )
+    return DenseFactor(hessian, outputs)
+
+
+def output_product(
+    total: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, vector: Tensor
+) -> Tensor:
+    """B v by differentiating the loss twice in the outputs."""
+    o = outputs.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(total(o, targets), o, create_graph=True)
+    if not gradient.requires_grad:
+        return torch.zeros_like(outputs)
+    (product,) = torch.autograd.grad(gradient, o, vector, allow_unused=True)
+    return torch.zeros_like(outputs) if product is None else product
+
+
+def output_hessian(loss: Loss, outputs: Tensor, batch: Batch) -> Tensor:
+    """(n, M, M) Hessians of the samples' losses in their M outputs, in float64.
+
+    The samples do not interact, so one product gives one column of every sample's Hessian.
+    """
+    wide = outputs.double()
+    targets = tree_map(
+        lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t,
+        batch.targets,
+    )
+    size = outputs[0].numel()
+    columns = []
+    for k in range(size):
+        unit = torch.zeros_like(wide).reshape(len(wide), -1)
+        unit[:, k] = 1
+        product = output_product(loss.total, wide, targets, unit.reshape(wide.shape))
+        columns.append(product.reshape(len(wide), -1))
+    hessian = torch.stack(columns, -1)
+    return (hessian + hessian.mT) / 2
+
+
+class NotAdditive(Exception):
+    """A loss that was taken for a mean or sum over samples turned out not to be one."""
+
+
+def classify(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> Loss | None:
+    """A user's loss as a mean or a sum over samples, or None if it is neither.
+
+    Compared on perturbed outputs, where accidental agreement would be a coincidence.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+    shaken = (outputs.detach().double() + 0.1 * noise.to(outputs.device)).to(outputs.dtype)
+    for mean in (True, False):
+        candidate = CustomLoss(call, mean)
+        if _additive(candidate, shaken, batch):
+            return candidate
+    return None
+
+
+@final
+class Additivity:
+    """Checks on every chunk that a user's loss is the mean or sum that it was taken for.
+
+    A weighted mean looks like a plain one as long as the weights agree, as they may within a chunk
+    (sorted classes, say). So a few samples of earlier chunks stand beside each new one.
+    """
+
+    def __init__(self, loss: CustomLoss) -> None:
+        self.loss = loss
+        self.anchors: list[Batch] = []  # their inputs are outputs of the model
+
+    def check(self, outputs: Tensor, batch: Batch) -> None:
+        outputs = outputs.detach()
+        here = Batch(outputs, batch.targets, batch.size, batch.where)
+        value = scalar(self.loss.call, outputs, batch.targets)
+        if not torch.isfinite(value):
+            raise DataError(f"The loss {self.loss.name} is not finite on {batch.where}.")
+        alike = [a for a in self.anchors if a.inputs.shape[1:] == outputs.shape[1:]]
+        together = join([*alike, here])
+        if together.size > 1 and not _additive(self.loss, together.inputs, together):
+            raise NotAdditive
+        if len(self.anchors) < 16:
+            self.anchors.append(here.part(0, 1))
+
+
+def _additive(loss: CustomLoss, outputs: Tensor, batch: Batch) -> bool:
+    """Whether the whole is the sum of its parts: the first, the last, and the rest in halves."""
+    n = len(outputs)
+    cuts = sorted({0, 1, n // 2, n - 1, n})
+    with torch.no_grad():
+        whole = float(loss.total(outputs, batch.targets))
+        parts = [
+            float(loss.total(outputs[a:b], batch.part(a, b).targets))
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+    tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
+    scale = max(abs(whole), sum(map(abs, parts)), 1e-300)
+    return abs(whole - sum(parts)) <= tolerance * scale

@@ -1,0 +1,155 @@
+"""Products of a vector with the Hessian or the Gauss–Newton matrix of the whole risk.
+
+A loss that adds up over samples is differentiated twice, chunk by chunk. A loss that does not is
+differentiated in the outputs of all samples together (they are small), and each chunk then
+contributes Jᵀ(B J v) + ∇²⟨r, o⟩ v with r = ∂L/∂o: memory still grows only with n·K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from saltflat.curvature.factors import output_product
+from saltflat.curvature.record import Safe
+from saltflat.errors import DataError, ModelError
+from saltflat.losses import JointLoss, Loss
+from saltflat.risk import Batch, Risk, join
+
+Curvature = Literal["hessian", "ggn"]
+Vector = Mapping[str, Tensor]
+
+
+@final
+class Products:
+    """v ↦ C v restricted to the blocks `names`, C the Hessian or the Gauss–Newton matrix."""
+
+    def __init__(
+        self,
+        risk: Risk,
+        names: Sequence[str],
+        curvature: Curvature,
+        *,
+        chunk: int,
+        coupled: bool = False,
+    ) -> None:
+        self.risk, self.curvature, self.coupled = risk, curvature, coupled
+        self.parameters = {name: risk.parameters[name] for name in names}
+        self.chunk = chunk
+
+    def __call__(self, vector: Vector) -> dict[str, Tensor]:
+        """C v, in float64."""
+        v = [vector[name].to(p) for name, p in self.parameters.items()]
+        try:
+            sums = self._product(v)
+        except RuntimeError as error:
+            if "derivative" in str(error) or "double backward" in str(error):
+                raise ModelError(
+                    "The model has no second derivative, which the Hessian needs "
+                    f"({str(error).splitlines()[0]}). Use curvature='ggn'."
+                ) from error
+            raise
+        return dict(zip(self.parameters, sums, strict=True))
+
+    def _product(self, v: list[Tensor]) -> list[Tensor]:
+        if isinstance(self.risk.loss, JointLoss):
+            return self._joint(self.risk.loss, v)
+        loss = self.risk.loss
+        assert isinstance(loss, Loss)
+        sums = self._zeros()
+        normaliser = 0.0
+        for batch in self._chunks():
+            outputs = self._forward(batch)
+            normaliser += loss.normaliser(outputs, batch.targets)
+            if self.curvature == "hessian":
+                total = loss.total(outputs, batch.targets)
+                if not torch.isfinite(total):
+                    raise DataError(f"The loss {loss.name} is not finite on {batch.where}.")
+                parts = self._twice(total, v)
+            else:
+                tangent = self._forward_product(outputs, v)
+                bent = output_product(loss.total, outputs, batch.targets, tangent)
+                parts = self._grad(outputs, bent)
+            _accumulate(sums, parts)
+        scale = normaliser if loss.mean else 1.0
+        return [s / scale for s in sums]
+
+    def _joint(self, loss: JointLoss, v: list[Tensor]) -> list[Tensor]:
+        outputs, tangents, batches = [], [], []
+        for batch in self._chunks():
+            o = self._forward(batch)
+            outputs.append(o.detach())
+            tangents.append(self._forward_product(o, v))
+            batches.append(Batch(o.detach(), batch.targets, batch.size, batch.where))
+        everything = join(batches)
+        o = torch.cat(outputs).requires_grad_()
+        value = loss.value(o, everything.targets)
+        if not torch.isfinite(value):
+            raise DataError(f"The loss {loss.name} is not finite on all data.")
+        (slope,) = torch.autograd.grad(value, o)
+        bent = output_product(loss.value, o, everything.targets, torch.cat(tangents))
+        sums, start = self._zeros(), 0
+        for batch in self._chunks():
+            rows = slice(start, start + batch.size)
+            start += batch.size
+            o = self._forward(batch)
+            _accumulate(sums, self._grad(o, bent[rows]))
+            if self.curvature == "hessian":
+                _accumulate(sums, self._twice((slope[rows] * o).sum(), v))
+        return sums
+
+    def _chunks(self) -> Iterator[Batch]:
+        if self.coupled:
+            yield join(list(self.risk.batches()))
+            return
+        for batch in self.risk.batches():
+            for start in range(0, batch.size, self.chunk):
+                yield batch.part(start, start + self.chunk)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        with Safe():
+            outputs = self.risk.forward(batch)
+        self.risk.check(outputs, batch)
+        return outputs
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters.values()]
+
+    def _grad(self, outputs: Tensor, cotangent: Tensor) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(
+            outputs, list(self.parameters.values()), cotangent, allow_unused=True, retain_graph=True
+        )
+
+    def _twice(self, value: Tensor, v: list[Tensor]) -> Sequence[Tensor | None]:
+        """∇²value · v by differentiating ⟨∇value, v⟩."""
+        parameters = list(self.parameters.values())
+        first = torch.autograd.grad(
+            value, parameters, create_graph=True, allow_unused=True, retain_graph=True
+        )
+        used = [(g, x) for g, x in zip(first, v, strict=True) if g is not None and g.requires_grad]
+        if not used:
+            return [None] * len(parameters)
+        gradients, vectors = zip(*used, strict=True)
+        return torch.autograd.grad(gradients, parameters, vectors, allow_unused=True)
+
+    def _forward_product(self, outputs: Tensor, v: list[Tensor]) -> Tensor:
+        """J v by differentiating Jᵀu, which is linear in u, in u."""
+        u = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad(
+            outputs, list(self.parameters.values()), u, create_graph=True, allow_unused=True
+        )
+        used = [(g, x) for g, x in zip(pulled, v, strict=True) if g is not None and g.requires_grad]
+        if not used:
+            return torch.zeros_like(outputs)
+        gradients, vectors = zip(*used, strict=True)
+        (tangent,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True)
+        return tangent.detach()
+
+
+def _accumulate(sums: list[Tensor], parts: Sequence[Tensor | None]) -> None:
+    for total, part in zip(sums, parts, strict=True):
+        if part is not None:
+            total += part.detach()

@@ -1,0 +1,181 @@
+"""Estimators: traces and diagonals from products with random vectors, with standard errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import final
+
+import torch
+from torch import Tensor
+
+from saltflat.errors import InvalidValue
+
+Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Shapes = Mapping[str, tuple[torch.Size, torch.device]]
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Means over draws with standard errors; `total` is the sum over all names.
+
+    Blocks in `exact` were small enough to be written out instead.
+    """
+
+    values: dict[str, Tensor]
+    stderr: dict[str, Tensor]
+    total: float
+    total_stderr: float
+    exact: frozenset[str] = frozenset()
+
+
+@final
+@dataclass(slots=True)
+class Draws:
+    """Running mean and variance of independent draws (Welford), and of their sum over names."""
+
+    count: int = 0
+    mean: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, Tensor] = field(default_factory=dict)
+    totals: list[float] = field(default_factory=list)
+
+    def add(self, draw: Mapping[str, Tensor]) -> None:
+        self.count += 1
+        self.totals.append(sum(float(x.sum()) for x in draw.values()))
+        for name, x in draw.items():
+            mean = self.mean.setdefault(name, torch.zeros_like(x))
+            spread = self.spread.setdefault(name, torch.zeros_like(x))
+            change = x - mean
+            mean += change / self.count
+            spread += change * (x - mean)
+
+    def estimate(self) -> Estimate:
+        degrees = self.count * (self.count - 1)
+        totals = torch.tensor(self.totals, dtype=torch.float64)
+        return Estimate(
+            self.mean,
+            {name: (s / degrees).sqrt() for name, s in self.spread.items()},
+            float(totals.mean()),
+            float(totals.std() / sqrt(self.count)),
+        )
+
+
+def _check(probes: int, seed: int, least: int) -> None:
+    if not isinstance(probes, int) or isinstance(probes, bool) or probes < least:
+        raise InvalidValue(
+            f"probes must be an integer of at least {least}, so that a standard error can be "
+            f"given. Got {probes!r}."
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InvalidValue(f"seed must be an integer. Got {seed!r}.")
+
+
+def _signs(shape: torch.Size, device: torch.device, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(0, 2, shape, generator=generator)
+    return (bits * 2 - 1).to(device, torch.float64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Hutchinson:
+    """v ∘ (C v) for random signs v: every block's trace and diagonal from the same products."""
+
+    probes: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.probes, self.seed, 2)
+
+    def trace(self, product: Product, shapes: Shapes) -> Estimate:
+        return self._run(product, shapes, lambda x: x.sum())
+
+    def diagonal(self, product: Product, shapes: Shapes) -> Estimate:
+        return self._run(product, shapes, lambda x: x)
+
+    def _run(
+        self, product: Product, shapes: Shapes, reduce: Callable[[Tensor], Tensor]
+    ) -> Estimate:
+        generator = torch.Generator().manual_seed(self.seed)
+        draws = Draws()
+        for _ in range(self.probes):
+            v = {name: _signs(*where, generator) for name, where in shapes.items()}
+            cv = product(v)
+            draws.add({name: reduce(v[name] * cv[name]) for name in shapes})
+        return draws.estimate()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class XTrace:
+    """The exchangeable estimator of Epperly, Tropp and Webber (2024), block by block.
+
+    Each block takes `probes` products of its own, half of them to find its dominant directions,
+    whose trace is then exact. Best for few blocks with fast decaying spectra.
+    """
+
+    probes: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.probes, self.seed, 4)
+
+    def trace(self, product: Product, shapes: Shapes) -> Estimate:
+        generator = torch.Generator().manual_seed(self.seed)
+        values, stderr = {}, {}
+        for name, (shape, device) in shapes.items():
+            zeros = {n: torch.zeros(s, device=d) for n, (s, d) in shapes.items()}
+
+            def block(
+                columns: Tensor,
+                name: str = name,
+                shape: torch.Size = shape,
+                zeros: dict[str, Tensor] = zeros,
+            ) -> Tensor:
+                images = [
+                    product(zeros | {name: c.reshape(shape)})[name].flatten() for c in columns.T
+                ]
+                return torch.stack(images, 1)
+
+            values[name], stderr[name] = self._block(block, shape, device, generator)
+        total = float(sum(float(v) for v in values.values()))
+        error = sqrt(sum(float(e) ** 2 for e in stderr.values()))
+        small = frozenset(n for n, (shape, _) in shapes.items() if self._writes_out(shape))
+        return Estimate(values, stderr, total, error, small)
+
+    def _writes_out(self, shape: torch.Size) -> bool:
+        """Whether the whole block costs no more products than its estimate."""
+        return shape.numel() <= self.probes
+
+    def diagonal(self, product: Product, shapes: Shapes) -> Estimate:
+        raise InvalidValue("XTrace estimates traces only. Use Hutchinson for a diagonal.")
+
+    def _block(
+        self,
+        block: Callable[[Tensor], Tensor],
+        shape: torch.Size,
+        device: torch.device,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        size = shape.numel()
+        half = self.probes // 2
+        if self._writes_out(shape):
+            exact = block(torch.eye(size, device=device, dtype=torch.float64)).trace()
+            return exact, torch.zeros_like(exact)
+        probes = _signs(torch.Size((size, half)), device, generator)
+        images = block(probes)
+        q, r = torch.linalg.qr(images)
+        bent = block(q)
+        # Columns s_i: leaving probe i out of the basis removes the direction q s_i.
+        inverse = torch.linalg.pinv(r).mT
+        s = inverse / torch.linalg.vector_norm(inverse, dim=0).clamp(min=1e-300)
+        inner = q.mT @ bent
+        coordinates = q.mT @ probes
+        coordinates = coordinates - s * (s * coordinates).sum(0)  # onto the reduced basis
+        rest = probes - q @ coordinates
+        image = images - bent @ coordinates
+        draws = inner.trace() - (s * (inner @ s)).sum(0) + (rest * image).sum(0)
+        return draws.mean(), draws.std() / sqrt(half)
+
+
+Estimator = Hutchinson | XTrace

@@ -1,0 +1,136 @@
+"""Terms: a parameter's per-sample gradients at one use, kept in the form that is cheap to square.
+
+For D directions and n samples a term stands for gradients of shape (D, n, *parameter.shape).
+`gradient()` writes them out; `trace` and `diagonal` avoid that where they can.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from saltflat.curvature import contract
+
+Assemble = Callable[[Tensor], Tensor]
+
+
+class Term(ABC):
+    """Gradients of one parameter, for D directions and n samples."""
+
+    @abstractmethod
+    def gradient(self) -> Tensor:
+        """The gradients themselves, (D, n, *shape)."""
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Σ_i weights[i] · G of the first direction, of the parameter's shape."""
+        return torch.tensordot(weights, self.gradient()[0], dims=1)
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        """Σ s ‖G‖², a float64 scalar; `sign` is (D, n) or None."""
+        return self.diagonal(sign).sum(dtype=torch.float64)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        """Σ s G², of the parameter's shape."""
+        squares = self.gradient().square()
+        if sign is not None:
+            squares = squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))
+        return squares.sum((0, 1))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Explicit(Term):
+    """Gradients written out: biases, normalisation parameters, anything small."""
+
+    values: Tensor
+
+    def gradient(self) -> Tensor:
+        return self.values
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outer(Term):
+    """Σ_t l_t r_tᵀ in groups: `assemble` turns (…, g, a, b) into (…, *shape).
+
+    Terms with the same `key` have the same layout: their positions can be put side by side.
+    """
+
+    left: Sequence[Tensor]
+    right: Tensor
+    assemble: Assemble
+    key: Hashable
+
+    def gradient(self) -> Tensor:
+        inner = self.right.mT
+        return self.assemble(torch.stack([delta @ inner for delta in self.left]))
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        left = self.left[0] * weights[:, None, None, None]
+        return self.assemble(torch.einsum("ngat,ngbt->gab", left, self.right))
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        return contract.trace(self.left, self.right, sign)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        return self.assemble(contract.diagonal(self.left, self.right, sign))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lookup(Term):
+    """Rows of an embedding: `index` is (n, T), −1 where nothing flows; `deltas[d]` is (n, T, d)."""
+
+    index: Tensor
+    deltas: Sequence[Tensor]
+    rows: int
+
+    def gradient(self) -> Tensor:
+        kept = (self.index >= 0).unsqueeze(-1)
+        at = self.index.clamp(min=0).unsqueeze(-1)
+        written = []
+        for delta in self.deltas:
+            rows = delta.new_zeros(len(delta), self.rows, delta.shape[-1])
+            written.append(rows.scatter_add_(1, at.expand_as(delta), delta * kept))
+        return torch.stack(written)
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        return self._squares(sign).sum(dtype=torch.float64)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        squares = self._squares(sign).flatten(0, 1)
+        result = squares.new_zeros(self.rows, squares.shape[-1])
+        return result.index_add_(0, self.index.clamp(min=0).flatten(), squares)
+
+    def _squares(self, sign: Tensor | None) -> Tensor:
+        """Σ_d s G² at the first position of every distinct row of a sample, 0 elsewhere."""
+        same = (self.index.unsqueeze(2) == self.index.unsqueeze(1)).int()
+        first = same.argmax(dim=2).unsqueeze(-1)
+        kept = (self.index >= 0).unsqueeze(-1)
+        total = torch.zeros_like(self.deltas[0])
+        for d, delta in enumerate(self.deltas):
+            rows = torch.zeros_like(delta).scatter_add_(1, first.expand_as(delta), delta * kept)
+            squares = rows.square_()
+            total += squares if sign is None else squares * sign[d, :, None, None]
+        return total
+
+
+def combine(terms: Sequence[Term]) -> Term:
+    """One term for a parameter that is used several times: its gradients add up."""
+    if len(terms) == 1:
+        return terms[0]
+    outer = [t for t in terms if isinstance(t, Outer)]
+    if len(outer) == len(terms) and len({t.key for t in outer}) == 1:
+        directions = range(len(outer[0].left))
+        left = [torch.cat([t.left[d] for t in outer], dim=3) for d in directions]
+        right = torch.cat([t.right for t in outer], dim=3)
+        return Outer(left, right, outer[0].assemble, outer[0].key)
+    gradient = terms[0].gradient()
+    for term in terms[1:]:
+        gradient = gradient + term.gradient()
+    return Explicit(gradient)

@@ -1,0 +1,385 @@
+"""Losses as the engine needs them: a sum over samples, its normaliser, and a check of the targets.
+
+The risk is what the loss would return on ONE batch that holds every sample. A loss with
+`reduction="mean"` divides by a normaliser (samples, elements, class weights), which is itself a
+sum over batches; so each loss here gives the two sums and the risk divides one by the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saltflat.errors import DataError, InvalidType, InvalidValue, LossError, nearest
+
+LossLike = str | Callable[..., Tensor]
+
+
+class Loss(ABC):
+    """A twice differentiable loss that adds up over samples."""
+
+    name: str
+    mean: bool  # divide by the summed `normaliser`, or take the plain sum
+
+    @abstractmethod
+    def total(self, outputs: Tensor, targets: Any) -> Tensor:
+        """The loss summed over samples, differentiable in the outputs."""
+
+    @abstractmethod
+    def normaliser(self, outputs: Tensor, targets: Any) -> float:
+        """What these samples add to the divisor of a mean."""
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:  # noqa: B027
+        """Refuse targets that do not fit the outputs; `where` names the batch."""
+
+
+def _reduction(reduction: str) -> bool:
+    if reduction not in ("mean", "sum"):
+        raise LossError(
+            f"The loss must reduce to one number. Got reduction={reduction!r}; "
+            "use reduction='mean' or 'sum'."
+        )
+    return reduction == "mean"
+
+
+@final
+class CrossEntropy(Loss):
+    """Softmax cross-entropy as `torch.nn.functional.cross_entropy` defines it.
+
+    With a_k the weight on −log p_k (one-hot, smoothed or soft targets, times class weights) the
+    output-side Hessian is (Σ_k a_k)(diag p − p pᵀ), so `scale` is all that a factor needs.
+    """
+
+    name = "cross_entropy"
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        class_dim: int | None = 1,
+    ) -> None:
+        self.mean = _reduction(reduction)
+        self.weight = weight
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.class_dim = class_dim  # None: find out from the shapes
+
+    def class_last(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs as (n, positions…, K), and targets to match (soft targets likewise)."""
+        dim = self.dim(outputs, targets)
+        soft = targets.is_floating_point()
+        return outputs.movedim(dim, -1), targets.movedim(dim, -1) if soft else targets
+
+    def dim(self, outputs: Tensor, targets: Tensor) -> int:
+        """The dimension of the classes."""
+        if self.class_dim is not None or outputs.ndim == 2:
+            return 1
+        if targets.is_floating_point() and targets.shape == outputs.shape:
+            raise DataError(
+                "With soft targets and outputs of more than two dimensions the class dimension "
+                f"is not known. Got outputs of shape {tuple(outputs.shape)}; pass "
+                "loss=torch.nn.CrossEntropyLoss(), whose classes are dimension 1."
+            )
+        first = outputs.shape[:1] + outputs.shape[2:] == targets.shape
+        last = outputs.shape[:-1] == targets.shape
+        if first and last:
+            raise DataError(
+                "The class dimension of the outputs is ambiguous: shape "
+                f"{tuple(outputs.shape)} with targets {tuple(targets.shape)} fits classes first "
+                "and classes last. Pass loss=torch.nn.CrossEntropyLoss() for dimension 1, or "
+                "output=lambda out: out.movedim(-1, 1) with it for the last one."
+            )
+        return outputs.ndim - 1 if last else 1
+
+    def _weights(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(a, w): a[…, k] multiplies −log p_k; w is each position's share of the normaliser."""
+        classes = logits.shape[-1]
+        weight = torch.ones(classes) if self.weight is None else self.weight
+        weight = weight.to(logits.device, torch.float64)
+        if targets.is_floating_point():
+            soft = targets.double() * (1 - self.label_smoothing) + self.label_smoothing / classes
+            return soft * weight, torch.ones(targets.shape[:-1], device=logits.device)
+        kept = targets != self.ignore_index
+        safe = targets.where(kept, 0)
+        share = weight[safe] * kept
+        if self.label_smoothing == 0.0:
+            hard = torch.zeros_like(logits, dtype=torch.float64)
+            return hard.scatter_(-1, safe.unsqueeze(-1), share.unsqueeze(-1)), share
+        smooth = weight * (self.label_smoothing / classes) * kept.unsqueeze(-1)
+        hard = share.unsqueeze(-1) * (1 - self.label_smoothing)
+        return smooth.scatter_add(-1, safe.unsqueeze(-1), hard), share
+
+    def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Σ_k a_k for every position, shape (n, positions…), float64."""
+        logits, targets = self.class_last(outputs, targets)
+        if self.weight is None and not targets.is_floating_point():
+            return (targets != self.ignore_index).double()
+        return self._weights(logits, targets)[0].sum(-1)
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        logits, targets = self.class_last(outputs, targets)
+        a = self._weights(logits.detach(), targets)[0].to(logits.dtype)
+        return -(a * logits.log_softmax(-1)).sum()
+
+    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
+        if targets.is_floating_point():
+            return float(outputs.numel() // outputs.shape[1])
+        logits, targets = self.class_last(outputs, targets)
+        if self.weight is None:
+            return float((targets != self.ignore_index).sum())
+        return float(self._weights(logits, targets)[1].sum())
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
+        _check_tensor(targets, self.name, where)
+        if outputs.ndim < 2:
+            raise DataError(
+                f"Cross-entropy needs outputs of shape (n, classes, …). Got "
+                f"{tuple(outputs.shape)} in {where}; for a single logit use loss='bce'."
+            )
+        if targets.is_floating_point():
+            _check_shape(outputs, targets, self.name, where)
+            return
+        if targets.dtype not in (torch.int64, torch.uint8):
+            raise DataError(
+                f"Class targets must be int64. Got {targets.dtype} in {where}; "
+                "convert them with targets.long()."
+            )
+        dim = self.dim(outputs, targets)
+        expected = outputs.shape[:dim] + outputs.shape[dim + 1 :]
+        if expected != targets.shape:
+            raise DataError(
+                f"Targets do not fit the outputs in {where}: outputs {tuple(outputs.shape)} "
+                f"need targets of shape {tuple(expected)}. Got {tuple(targets.shape)}."
+            )
+        classes = outputs.shape[dim]
+        if self.weight is not None and self.weight.numel() != classes:
+            raise LossError(
+                f"The loss has {self.weight.numel()} class weights and the model has "
+                f"{classes} outputs ({where})."
+            )
+        wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
+        if wrong.any():
+            raise DataError(
+                f"Target {int(targets[wrong][0])} in {where} is out of range: the model has "
+                f"{classes} outputs, so targets run from 0 to {classes - 1}."
+            )
+
+
+@final
+class MeanSquaredError(Loss):
+    """Squared error over elements; its output-side Hessian is 2 I."""
+
+    name = "mse"
+
+    def __init__(self, reduction: str = "mean") -> None:
+        self.mean = _reduction(reduction)
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum()
+
+    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
+        return float(outputs.numel())
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The diagonal of the output-side Hessian."""
+        return torch.full_like(outputs, 2.0, dtype=torch.float64)
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
+        _check_tensor(targets, self.name, where)
+        _check_shape(outputs, targets, self.name, where)
+
+
+@final
+class BinaryCrossEntropy(Loss):
+    """Binary cross-entropy on logits; its output-side Hessian is diagonal."""
+
+    name = "bce"
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        pos_weight: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        self.mean = _reduction(reduction)
+        self.weight = weight
+        self.pos_weight = pos_weight
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        def like(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.to(outputs)
+
+        return F.binary_cross_entropy_with_logits(
+            outputs,
+            targets.to(outputs.dtype),
+            weight=like(self.weight),
+            pos_weight=like(self.pos_weight),
+            reduction="sum",
+        )
+
+    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
+        return float(outputs.numel())
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The diagonal: w (1 + (w₊ − 1) y) σ(o) σ(−o)."""
+        o = outputs.double()
+        diagonal = o.sigmoid() * (-o).sigmoid()
+        if self.pos_weight is not None:
+            diagonal = diagonal * (1 + (self.pos_weight.to(o) - 1) * targets.double())
+        if self.weight is not None:
+            diagonal = diagonal * self.weight.to(o)
+        return diagonal
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
+        _check_tensor(targets, self.name, where)
+        _check_shape(outputs, targets, self.name, where)
+        if ((targets < 0) | (targets > 1)).any():
+            raise DataError(f"Targets of binary cross-entropy must lie in [0, 1] ({where}).")
+
+
+@final
+class NormalizedCrossEntropy(Loss):
+    """Cross-entropy of logits divided by their population standard deviation over classes.
+
+    Normalized Sharpness, eq. 20–22. Its output-side Hessian is indefinite.
+    """
+
+    name = "normalized_cross_entropy"
+    mean = True
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        scaled = outputs / outputs.std(dim=1, correction=0, keepdim=True)
+        return F.cross_entropy(scaled, targets, reduction="sum")
+
+    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
+        return float(targets.numel())
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
+        CrossEntropy().check(outputs, targets, where)
+        if (outputs.std(dim=1, correction=0) == 0).any():
+            raise DataError(
+                "The normalized cross-entropy divides by the spread of the logits over classes, "
+                f"which is zero for a sample in {where}."
+            )
+
+
+@final
+class CustomLoss(Loss):
+    """A user's callable, found to be a mean or a sum over samples.
+
+    Whether it is one is checked on every batch (see `curvature.factors`), because a weighted
+    mean looks like a mean as long as the weights happen to agree.
+    """
+
+    def __init__(self, call: Callable[..., Tensor], mean: bool) -> None:
+        self.call = call
+        self.mean = mean
+        self.name = describe(call)
+
+    def total(self, outputs: Tensor, targets: Any) -> Tensor:
+        value = scalar(self.call, outputs, targets)
+        return value * len(outputs) if self.mean else value
+
+    def normaliser(self, outputs: Tensor, targets: Any) -> float:
+        return float(len(outputs))
+
+
+@final
+class JointLoss:
+    """A user's callable that does not add up over samples: only the whole batch has a value."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        self.call = call
+        self.name = describe(call)
+
+    def value(self, outputs: Tensor, targets: Any) -> Tensor:
+        return scalar(self.call, outputs, targets)
+
+
+def describe(call: Callable[..., Any]) -> str:
+    """A readable name of a callable."""
+    return getattr(call, "__name__", type(call).__name__)
+
+
+def scalar(call: Callable[..., Tensor], outputs: Tensor, targets: Any) -> Tensor:
+    """Call a user's loss and insist on one number."""
+    value = call(outputs, targets)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise LossError(
+            f"The loss {describe(call)} must return a tensor with one element. Got {got}; "
+            "reduce it by its mean or sum."
+        )
+    return value.reshape(())
+
+
+def _check_tensor(targets: Any, loss: str, where: str) -> None:
+    if not isinstance(targets, Tensor):
+        raise InvalidType(
+            f"The loss {loss!r} needs targets that are one tensor. Got "
+            f"{type(targets).__name__} in {where}; pass unpack= to choose it."
+        )
+    if targets.is_floating_point() and not torch.isfinite(targets).all():
+        raise DataError(f"The targets of {where} hold NaN or infinite values.")
+
+
+def _check_shape(outputs: Tensor, targets: Tensor, loss: str, where: str) -> None:
+    if outputs.shape != targets.shape:
+        raise DataError(
+            f"The loss {loss!r} needs targets of the outputs' shape {tuple(outputs.shape)}. "
+            f"Got {tuple(targets.shape)} in {where}; reshape them (broadcasting would pair "
+            "every output with every target)."
+        )
+
+
+NAMED: dict[str, Callable[[], Loss]] = {
+    "cross_entropy": lambda: CrossEntropy(class_dim=None),
+    "mse": MeanSquaredError,
+    "bce": BinaryCrossEntropy,
+    "normalized_cross_entropy": NormalizedCrossEntropy,
+}
+
+# The functional forms, with the options that their classes above take.
+_FUNCTIONS: dict[Callable[..., Tensor], tuple[Callable[..., Loss], set[str]]] = {
+    F.cross_entropy: (CrossEntropy, {"weight", "ignore_index", "label_smoothing", "reduction"}),
+    F.mse_loss: (MeanSquaredError, {"reduction"}),
+    F.binary_cross_entropy_with_logits: (
+        BinaryCrossEntropy,
+        {"weight", "pos_weight", "reduction"},
+    ),
+}
+
+
+def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
+    """The `Loss` that a name, a module or a function stands for, or the callable itself."""
+    if isinstance(loss, str):
+        if loss not in NAMED:
+            raise InvalidValue(f"Unknown loss {loss!r}. {nearest(loss, NAMED)}")
+        return NAMED[loss]()
+    if type(loss) is nn.CrossEntropyLoss:
+        return CrossEntropy(loss.weight, loss.ignore_index, loss.label_smoothing, loss.reduction)
+    if type(loss) is nn.MSELoss:
+        return MeanSquaredError(loss.reduction)
+    if type(loss) is nn.BCEWithLogitsLoss:
+        return BinaryCrossEntropy(loss.weight, loss.pos_weight, loss.reduction)
+    function, options = loss, {}
+    if isinstance(loss, functools.partial) and not loss.args:
+        function, options = loss.func, loss.keywords
+    for known, (kind, accepted) in _FUNCTIONS.items():
+        if function is known and set(options) <= accepted:
+            return kind(**options)
+    if getattr(loss, "reduction", "mean") == "none":
+        _reduction("none")
+    if not callable(loss):
+        raise InvalidType(
+            f"The loss must be a name, a module or a callable. Got {type(loss).__name__}."
+        )
+    return loss

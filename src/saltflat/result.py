@@ -1,0 +1,132 @@
+"""What saltflat returns: values that say how exact they are, and print themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+Value = TypeVar("Value", float, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Detail(Generic[Value]):
+    """One parameter's value and where it came from.
+
+    `stderr` is 0.0 for an exact value, else the standard error of it (entry by entry for a
+    diagonal). `rule` names what computed it and `reason` says why that and not another.
+    """
+
+    value: Value
+    exact: bool
+    stderr: float | Tensor
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Which parameters the outputs are piecewise linear in, as probed on `samples` samples."""
+
+    samples: int
+    piecewise_linear: Mapping[str, bool]
+    reasons: Mapping[str, str]
+
+    def __bool__(self) -> bool:
+        return all(self.piecewise_linear.values())
+
+
+@dataclass(frozen=True, repr=False)
+class _Blocks(Mapping[str, Value]):
+    """A read-only mapping from parameter names to values, in `named_parameters` order."""
+
+    details: Mapping[str, Detail[Value]]
+    total: float
+    stderr: float
+    curvature: str
+    certificate: Certificate | None = None
+    frozen: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> Value:
+        return self.details[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.details)
+
+    def __len__(self) -> int:
+        return len(self.details)
+
+    @property
+    def exact(self) -> bool:
+        """True iff every entry is exact."""
+        return all(d.exact for d in self.details.values())
+
+    def _columns(self, name: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{type(self).__name__} of the {self.curvature}", title_justify="left")
+        for column, justify in (("parameter", "left"), ("value", "right"), ("", "left")):
+            table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("rule")
+        for name, detail in self.details.items():
+            table.add_row(name, *self._columns(name), detail.rule)
+        exact = "exact" if self.exact else f"± {self.stderr:.2g}"
+        table.add_section()
+        table.add_row("total", f"{self.total:.6g}", exact, "")
+        captions = [*self.notes]
+        if self.frozen:
+            captions.append(f"frozen, not measured: {', '.join(self.frozen)}")
+        table.caption = "\n".join(captions) or None
+        table.caption_justify = "left"
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=100, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    __repr__ = __str__
+
+
+@final
+class Trace(_Blocks[float]):
+    """Traces of the diagonal blocks of the curvature, one a parameter."""
+
+    def _columns(self, name: str) -> tuple[str, ...]:
+        detail = self.details[name]
+        shown = "exact" if detail.exact else f"± {detail.stderr:.2g}"
+        return f"{detail.value:.6g}", shown
+
+
+@final
+class Diagonal(_Blocks[Tensor]):
+    """The diagonal of the curvature, a float64 tensor of each parameter's shape."""
+
+    def _columns(self, name: str) -> tuple[str, ...]:
+        detail = self.details[name]
+        shown = "exact" if detail.exact else "estimated"
+        return f"sum {float(detail.value.sum()):.6g}, max {float(detail.value.max()):.3g}", shown
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Eigenvalue:
+    """The largest eigenvalue; `residual` is ‖Hv − λv‖ for the unit vector `vector`."""
+
+    value: float
+    residual: float
+    vector: Mapping[str, Tensor]
+    curvature: str
+
+    def __str__(self) -> str:
+        return f"{self.value:.6g} (residual {self.residual:.1e})"
+
+

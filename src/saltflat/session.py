@@ -1,0 +1,118 @@
+"""Lend a model for measurement and give it back exactly as it was.
+
+The measurement needs evaluation mode, gradients on, no autocast, one floating dtype and attention
+kernels that can be differentiated twice. All of that is set here and undone here, also when an
+exception passes through.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+class _Snapshot:
+    """Everything of a model (and of the random generators) that a measurement could disturb."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [(m, dict(m.__dict__), _registries(m)) for m in model.modules()]
+        self.parameters = [
+            (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()
+        ]
+        self.buffers = [(b, b.data, b.detach().clone()) for b in model.buffers()]
+        self.devices = sorted(
+            {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        )
+        self.rng = (
+            torch.get_rng_state(),
+            [torch.cuda.get_rng_state(d) for d in self.devices],
+            random.getstate(),
+            np.random.get_state(),  # noqa: NPY002 the global state is what must be kept
+        )
+
+    def restore(self) -> None:
+        for module, attributes, registries in self.modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in registries.items():
+                registry = attributes[name]
+                registry.clear()
+                registry.update(content)
+        for p, data, requires_grad, grad, hooks in self.parameters:
+            p.data = data
+            p.requires_grad_(requires_grad)
+            p.grad = grad
+            p._backward_hooks = hooks
+        for b, data, values in self.buffers:
+            b.data = data
+            if not torch.equal(data, values):
+                with torch.no_grad():
+                    data.copy_(values)
+        torch.set_rng_state(self.rng[0])
+        for device, state in zip(self.devices, self.rng[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self.rng[2])
+        np.random.set_state(self.rng[3])  # noqa: NPY002
+
+
+def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
+    kept = ("_parameters", "_buffers", "_modules")
+    return {name: dict(module.__dict__[name]) for name in kept}
+
+
+@contextmanager
+def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Iterator[None]:
+    """Put the model into the state in which it is measured; undo it on the way out.
+
+    `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the floating dtype
+    in which everything is computed.
+    """
+    snapshot = _Snapshot(model)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for device in {"cpu"} | {p.device.type for p in model.parameters()}:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            # Fused attention has no second derivative.
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # cuDNN's recurrent kernels differentiate neither twice nor in evaluation mode.
+            if any(isinstance(m, nn.RNNBase) for m in model.modules()):
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            _prepare(model, measured, dtype)
+            yield
+    finally:
+        snapshot.restore()
+
+
+def _prepare(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> None:
+    for module in model.modules():
+        module.training = False
+        # Hooks on the backward pass could return something that is not the derivative.
+        for hooks in ("_backward_hooks", "_backward_pre_hooks"):
+            if module.__dict__.get(hooks):
+                module.__dict__[hooks] = type(module.__dict__[hooks])()
+    for parameter in model.parameters():
+        if dtype is not None and parameter.dtype != dtype and parameter.is_floating_point():
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
+        parameter._backward_hooks = None
+        parameter.requires_grad_(id(parameter) in measured and parameter.is_floating_point())
+    for buffer in model.buffers():
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+    for module in model.modules():
+        # `max_norm` renormalises the embedding in place, in the forward pass: work on a copy.
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            module.weight.data = module.weight.data.clone()
