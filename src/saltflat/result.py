@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, final
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -128,5 +127,3 @@ class Eigenvalue:
 
     def __str__(self) -> str:
         return f"{self.value:.6g} (residual {self.residual:.1e})"
-
-

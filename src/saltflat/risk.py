@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import DataError, InvalidType, InvalidValue, ModelError, nearest
-from saltflat.losses import Loss, LossLike, resolve
+from saltflat.losses import JointLoss, Loss, LossLike, resolve
 from saltflat.session import lend
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -82,7 +82,7 @@ class Risk:
         if not isinstance(model, nn.Module):
             raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         self.model = unwrap(model)
-        self.loss: Loss | Callable[..., Tensor] = resolve(loss)
+        self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
         self._items = _items(data)
         self._unpack = unpack or split_item
         self._output = output or logits
@@ -210,8 +210,10 @@ def _items(data: Any) -> Iterable[Any]:
         raise InvalidType("The data need targets too. Got one tensor; pass (inputs, targets).")
     if isinstance(data, Mapping):
         return [data]
-    if isinstance(data, tuple | list) and len(data) == 2 and any(
-        isinstance(part, Tensor) for part in data
+    if (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and any(isinstance(part, Tensor) for part in data)
     ):
         return [tuple(data)]
     if isinstance(data, Iterator):
@@ -224,7 +226,8 @@ def _items(data: Any) -> Iterable[Any]:
             "The data must be a DataLoader, a pair (inputs, targets) or a list of such pairs. "
             f"Got {type(data).__name__}."
         )
-    return data
+    items: Iterable[Any] = data
+    return items
 
 
 def _size(inputs: Any, targets: Any, where: str) -> int:
@@ -276,7 +279,7 @@ def _choose(
 
 def _check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> None:
     for name, p in everything.items():
-        if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"Parameter {name!r} is lazy: run the model once before measuring.")
         problem = (
             "a meta tensor without values"
@@ -305,9 +308,7 @@ def _check_finite(parameters: Mapping[str, Tensor]) -> None:
                 raise ModelError(f"Parameter {name!r} holds NaN or infinite values.")
 
 
-def _compute_dtype(
-    parameters: Iterable[Tensor], asked: torch.dtype | None
-) -> torch.dtype | None:
+def _compute_dtype(parameters: Iterable[Tensor], asked: torch.dtype | None) -> torch.dtype | None:
     """The dtype to convert to, or None to compute in the model's own: half precision is widened."""
     if asked is not None:
         if not isinstance(asked, torch.dtype) or not asked.is_floating_point:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -35,7 +35,7 @@ class _Snapshot:
             torch.get_rng_state(),
             [torch.cuda.get_rng_state(d) for d in self.devices],
             random.getstate(),
-            np.random.get_state(),  # noqa: NPY002 the global state is what must be kept
+            np.random.get_state(),
         )
 
     def restore(self) -> None:
@@ -60,7 +60,7 @@ class _Snapshot:
         for device, state in zip(self.devices, self.rng[1], strict=True):
             torch.cuda.set_rng_state(state, device)
         random.setstate(self.rng[2])
-        np.random.set_state(self.rng[3])  # noqa: NPY002
+        np.random.set_state(self.rng[3])
 
 
 def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -72,8 +72,8 @@ def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
 def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Iterator[None]:
     """Put the model into the state in which it is measured; undo it on the way out.
 
-    `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the floating dtype
-    in which everything is computed.
+    `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the
+    floating dtype in which everything is computed.
     """
     snapshot = _Snapshot(model)
     try:

@@ -8,10 +8,10 @@ the outputs have too many directions, and probes with a standard error for the r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature import spectrum
 from saltflat.curvature.certify import GENERIC, UNUSED, Plan, plan_for
-from saltflat.curvature.exact import Draw, NotCertified, Pass, Quantity, Settings
-from saltflat.curvature.factors import NotAdditive, classify, factor
+from saltflat.curvature.exact import Certify, Draw, NotCertified, Pass, Quantity, Settings
+from saltflat.curvature.factors import NotAdditive, classify, direction_count
 from saltflat.curvature.products import Curvature, Products
 from saltflat.curvature.stochastic import Draws, Estimate, Estimator, Hutchinson, XTrace
 from saltflat.errors import DataError, InvalidType, InvalidValue
@@ -37,7 +37,7 @@ def trace(
     *,
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    certify: Literal["sample", "all"] = "sample",
+    certify: Certify = "sample",
     max_directions: int = 1000,
     memory_budget: int | None = None,
     dtype: torch.dtype | None = None,
@@ -55,15 +55,14 @@ def trace(
     curvature : "hessian" or "ggn".
     parameters : "trainable", "all" (frozen ones too) or a list of names.
     estimator : `Hutchinson` (default) or `XTrace`, for what cannot be had exactly.
-    certify : "sample" probes a few samples of each shape, "all" probes every sample.
+    certify : "sample" probes a few samples of each shape, "all" probes every sample, "none" takes
+        nothing for piecewise linear, so that every block of the Hessian is estimated.
     max_directions : outputs with more directions a sample than this are sketched.
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
     unpack, output : callables that split an item of the data, and choose the outputs.
     """
-    risk = Risk(
-        model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output
-    )
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = _settings(max_directions, memory_budget, certify)
     found = _Blocks(risk, "trace", curvature, _estimator(estimator, "trace"), settings).find()
     details = {
@@ -83,7 +82,7 @@ def diagonal(
     *,
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    certify: Literal["sample", "all"] = "sample",
+    certify: Certify = "sample",
     max_directions: int = 1000,
     memory_budget: int | None = None,
     dtype: torch.dtype | None = None,
@@ -94,9 +93,7 @@ def diagonal(
 
     Arguments as in `trace`.
     """
-    risk = Risk(
-        model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output
-    )
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = _settings(max_directions, memory_budget, certify)
     estimator = _estimator(estimator, "diagonal")
     found = _Blocks(risk, "diagonal", curvature, estimator, settings).find()
@@ -128,9 +125,7 @@ def max_eigenvalue(
     For one block pass its name: `parameters=["fc.weight"]`. Found by SciPy's `eigsh`; the residual
     norm ‖Hv − λv‖ bounds the distance to an eigenvalue.
     """
-    risk = Risk(
-        model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output
-    )
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = _settings(1000, memory_budget, "sample")
     blocks = _Blocks(risk, "trace", curvature, Hutchinson(), settings)
     with risk.session():
@@ -141,13 +136,13 @@ def max_eigenvalue(
 
 
 def _settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:
-    if certify not in ("sample", "all"):
-        raise InvalidValue(f"certify must be 'sample' or 'all'. Got {certify!r}.")
+    if certify not in ("sample", "all", "none"):
+        raise InvalidValue(f"certify must be 'sample', 'all' or 'none'. Got {certify!r}.")
     if not isinstance(max_directions, int) or max_directions < 1:
         raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
     if memory_budget is not None and memory_budget < 1:
         raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
-    return Settings(max_directions, memory_budget, cast(Literal["sample", "all"], certify))
+    return Settings(max_directions, memory_budget, cast(Certify, certify))
 
 
 def _estimator(estimator: Estimator | None, quantity: Quantity) -> Estimator:
@@ -160,6 +155,9 @@ def _estimator(estimator: Estimator | None, quantity: Quantity) -> Estimator:
     if isinstance(estimator, XTrace) and quantity == "diagonal":
         raise InvalidValue("XTrace estimates traces only. Use Hutchinson for a diagonal.")
     return estimator
+
+
+_OUTSIDE = 6  # frames from `_say` to the caller of `trace` or `diagonal`
 
 
 @dataclass(slots=True)
@@ -197,7 +195,6 @@ class _Blocks:
         self.estimator, self.settings = estimator, settings
         self.notes: list[str] = []
         self.reasons: dict[str, str] = {}
-        self.excluded: set[str] = set()  # blocks that turned out not to be exact
 
     def find(self) -> _Found:
         with self.risk.session():
@@ -222,13 +219,19 @@ class _Blocks:
 
     def _products(self, names: Sequence[str], plan: Plan) -> Products:
         # A double backward keeps about four times what a forward pass does.
-        each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs)
+        each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs.numel())
         chunk = max(1, self.settings.budget(self.risk.device) // each)
         return Products(self.risk, names, self.curvature, chunk=chunk, coupled=plan.coupled)
 
     def _start(self, first: Batch) -> Plan:
         """Probe the model on the first batch, and the loss where it is a user's own."""
         plan = plan_for(self.risk, first)
+        if self.settings.certify == "none":
+            plan = replace(
+                plan,
+                certified=dict.fromkeys(plan.certified, False),
+                reasons=dict.fromkeys(plan.reasons, "no certificate was asked for"),
+            )
         if isinstance(self.risk.loss, Loss | JointLoss):
             return plan
         few = self._few(first)
@@ -289,7 +292,9 @@ class _Blocks:
         self, found: _Found, names: list[str], plan: Plan, stream: Iterable[Batch], first: Batch
     ) -> int:
         linear = self.curvature == "hessian"
-        count = self._direction_count(first)
+        assert isinstance(self.risk.loss, Loss)
+        like = torch.empty(first.size, *plan.outputs, device="meta")
+        count = direction_count(self.risk.loss, like, first.targets)
         if count > self.settings.max_directions:
             self._sketch(found, names, plan, count)
             return plan.samples
@@ -305,14 +310,6 @@ class _Blocks:
             found.entries[name] = _Entry(value, True, torch.zeros_like(value), rule, reason)
         found.total += sum(float(v.sum()) for v in values.values())
         return sweep.certified
-
-    def _direction_count(self, first: Batch) -> int:
-        one = first.part(0, 1)
-        with torch.no_grad():
-            outputs = self.risk.forward(one)
-        assert isinstance(self.risk.loss, Loss)
-        self.risk.check(outputs, one)
-        return factor(self.risk.loss, outputs, one, self.settings.max_directions).count
 
     def _sketch(self, found: _Found, names: list[str], plan: Plan, count: int) -> None:
         draws = Draws()
@@ -364,7 +361,7 @@ class _Blocks:
 
     def _say(self, note: str) -> None:
         self.notes.append(note)
-        warnings.warn(note, stacklevel=_depth())
+        warnings.warn(note, stacklevel=_OUTSIDE)
 
     def _check_finite(self, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
@@ -377,14 +374,6 @@ class _Blocks:
 
 def _weaker(a: Plan, b: Plan) -> Plan:
     """What both plans allow."""
-    from dataclasses import replace
-
     certified = {n: a.certified[n] and b.certified[n] for n in a.certified}
     reasons = {n: a.reasons[n] if not a.certified[n] else b.reasons[n] for n in a.reasons}
     return replace(a, coupled=a.coupled or b.coupled, certified=certified, reasons=reasons)
-
-
-def _depth() -> int:
-    return 2
-
-

@@ -17,12 +17,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+# One tensor a direction, or all of them stacked.
+Each = Sequence[Tensor] | Tensor
+
 # Entries of the temporaries: small enough for a CPU's cache, large enough to feed a GPU.
 _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 28
 
 
-def trace(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
+def trace(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """Σ s ‖G_d‖² over directions and samples, as a float64 scalar."""
     _, _, a, positions = left[0].shape
     b, directions = right.shape[2], len(left)
@@ -34,7 +37,7 @@ def trace(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
     return _trace_gradient(left, right, sign)
 
 
-def diagonal(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
+def diagonal(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """Σ s G_d² over directions and samples, shape (g, a, b)."""
     positions = right.shape[3]
     if positions == 1:
@@ -46,8 +49,9 @@ def diagonal(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tens
     return _diagonal_gradient(left, right, sign)
 
 
-def _stack(left: Sequence[Tensor]) -> Tensor:
-    return left if isinstance(left, Tensor) else torch.stack(list(left))
+def stack(each: Each) -> Tensor:
+    """All directions as one tensor (D, …)."""
+    return each if isinstance(each, Tensor) else torch.stack(list(each))
 
 
 def _weighted(squares: Tensor, sign: Tensor | None) -> Tensor:
@@ -57,12 +61,18 @@ def _weighted(squares: Tensor, sign: Tensor | None) -> Tensor:
     return (squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))).sum(0)
 
 
-def _trace_single(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
-    deltas = _weighted(_stack(left).square().sum((-2, -1)), sign)  # (n, g)
-    return (deltas * right.square().sum((-2, -1))).sum(dtype=torch.float64)
+def _trace_single(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+    deltas = _weighted(_norms(stack(left)), sign)  # (n, g)
+    return (deltas * _norms(right)).sum(dtype=torch.float64)
 
 
-def _trace_gram(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
+def _norms(x: Tensor) -> Tensor:
+    """Squared norms over the last two dimensions, without writing the squares out."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norms.square_()
+
+
+def _trace_gram(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """‖G‖² = Σ_{t,t'} (l_t·l_t')(r_t·r_t'): positions × positions matrices, never a gradient."""
     total = torch.zeros((), dtype=torch.float64, device=right.device)
     positions = right.shape[3]
@@ -78,7 +88,7 @@ def _trace_gram(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> T
     return total
 
 
-def _trace_gradient(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
+def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=right.device)
     for d, rows, gradient in _gradients(left, right):
         squares = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
@@ -88,14 +98,14 @@ def _trace_gradient(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) 
     return total
 
 
-def _diagonal_single(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
-    deltas = _weighted(_stack(left).square(), sign)[..., 0]  # (n, g, a)
+def _diagonal_single(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+    deltas = _weighted(stack(left).square(), sign)[..., 0]  # (n, g, a)
     return torch.einsum("nga,ngb->gab", deltas, right[..., 0].square())
 
 
-def _diagonal_pairs(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
+def _diagonal_pairs(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """Σ_{t≤t'} (Σ_d s l_t l_t') (r_t r_t'), off-diagonal pairs twice."""
-    n, groups, b, positions = right.shape
+    groups, b, positions = right.shape[1:]
     a = left[0].shape[2]
     first, second = torch.triu_indices(positions, positions, device=right.device)
     twice = torch.where(first == second, 1.0, 2.0).to(right)
@@ -113,12 +123,12 @@ def _diagonal_pairs(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) 
     return result
 
 
-def _diagonal_gradient(left: Sequence[Tensor], right: Tensor, sign: Tensor | None) -> Tensor:
+def _diagonal_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     _, groups, b, _ = right.shape
     a = left[0].shape[2]
     result = right.new_zeros(groups, a, b)
     for d, rows, gradient in _gradients(left, right):
-        each = gradient.unflatten(0, (-1, groups))
+        each = torch.unflatten(gradient, 0, (-1, groups))
         if sign is None:
             result += each.square_().sum(0)
         else:
@@ -126,7 +136,7 @@ def _diagonal_gradient(left: Sequence[Tensor], right: Tensor, sign: Tensor | Non
     return result
 
 
-def _gradients(left: Sequence[Tensor], right: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+def _gradients(left: Each, right: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
     """Per-sample gradients (rows·g, a, b), a direction and a block of samples at a time."""
     for rows in _row_blocks(right, left[0].shape[2] * right.shape[2]):
         inner = _flat(right[rows]).mT

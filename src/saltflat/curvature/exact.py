@@ -33,6 +33,7 @@ from saltflat.losses import CustomLoss, Loss
 from saltflat.risk import Batch, Risk
 
 Quantity = Literal["trace", "diagonal"]
+Certify = Literal["sample", "all", "none"]
 
 # Below this many entries a direction, on a CPU, the overhead of separate backward passes is
 # larger than what batching them costs.
@@ -53,7 +54,7 @@ class Settings:
 
     max_directions: int = 1000
     memory_budget: int | None = None
-    certify: Literal["sample", "all"] = "sample"
+    certify: Certify = "sample"
 
     def budget(self, device: torch.device) -> int:
         """Bytes that one chunk may take."""
@@ -112,7 +113,7 @@ class Pass:
         """Σ over all samples, divided by the loss's normaliser."""
         for index, batch in enumerate(batches):
             plan = plan_for(self.risk, batch)
-            if index == 0 and self.settings.certify == "sample":
+            if index == 0 and self.settings.certify != "all":
                 self.certified = plan.samples
             self._batch(batch, index, plan)
         scale = self.normaliser if self.loss.mean else 1.0
@@ -139,10 +140,9 @@ class Pass:
 
     def _chunk(self, plan: Plan) -> int:
         """How many samples fit: graph, deltas of some directions, patches and their products."""
-        directions = min(plan.outputs, 16)
-        entries = 4 * (plan.inputs + plan.activations) + directions * plan.activations
-        each = plan.width * (entries + 2 * plan.patches)
-        return max(1, self.settings.budget(self.risk.device) // max(1, each))
+        directions = min(plan.outputs.numel(), 16)
+        entries = 2 * (plan.inputs + plan.activations) + directions * plan.kept + plan.patches
+        return max(1, self.settings.budget(self.risk.device) // max(1, plan.width * entries))
 
     def _samples(self, chunk: Batch, index: int, first: int, plan: Plan) -> None:
         if plan.channels_last:
@@ -197,7 +197,7 @@ class Pass:
             return
         width = outputs.element_size() * len(outputs)
         share = self.settings.budget(self.risk.device) // 2
-        group = max(1, share // max(1, width * (plan.activations + outputs[0].numel())))
+        group = max(1, share // max(1, width * (plan.kept + outputs[0].numel())))
         for start in range(0, sides.count, group):
             yield sides.columns(start, min(sides.count, start + group))
 
@@ -214,22 +214,23 @@ class Pass:
         kept = backward(outputs, live, plan, columns)
         with torch.no_grad():
             terms: dict[str, list[Term]] = {}
-            calls = {name: 0 for name in self.names}
+            calls = dict.fromkeys(self.names, 0)
             for use in live:
                 for name in use.names.values():
                     calls[name] = calls.get(name, 0) + 1
             for k, use in enumerate(live):
-                if kept[k] is None:
+                arrived = kept[k]
+                if arrived is None:
                     for name in use.names.values():
                         calls[name] -= 1
                     continue
                 rows = Rows(chunk.size, _dim(use, plan))
-                for name, term in use.terms(kept[k], rows):
+                for name, term in use.terms(arrived, rows):
                     if name in self.names and name in plan.dims:
                         terms.setdefault(name, []).append(term)
                         if len(terms[name]) == calls[name]:
                             self._add(name, combine(terms.pop(name)), sign)
-                kept[k] = None
+                kept[k] = arrived = None
             for name, parts in terms.items():
                 self._add(name, combine(parts), sign)
         self._generic_terms(chunk, plan, columns, sign)
@@ -257,9 +258,7 @@ def _dim(use: Use, plan: Plan) -> int:
     return next(plan.dims[name] for name in use.names.values() if name in plan.dims)
 
 
-def backward(
-    outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor
-) -> list[Sequence[Any] | None]:
+def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) -> list[Any]:
     """Send directions backwards; for every use, what is to be kept of each, or None if unreached.
 
     Small networks take all directions at once through vmap; large ones go direction by direction,
@@ -278,9 +277,7 @@ def backward(
                 raise
     kept: list[list[Any] | None] = [[] for _ in uses]
     for column in columns:
-        deltas = torch.autograd.grad(
-            outputs, edges, column, retain_graph=True, allow_unused=True
-        )
+        deltas = torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
         for k, (use, delta) in enumerate(zip(uses, deltas, strict=True)):
             entry = kept[k]
             if delta is None or entry is None:
@@ -293,7 +290,7 @@ def backward(
 
 def _all_at_once(
     outputs: Tensor, uses: Sequence[Use], rows: Sequence[Rows], edges: Any, columns: Tensor
-) -> list[Sequence[Any] | None]:
+) -> list[Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         deltas = torch.autograd.grad(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -79,21 +80,23 @@ class SoftmaxFactor(Factor):
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         at, below = self._head()
-        n, k = len(self.p), self.classes
-        p, at, below = (t.reshape(n, self.positions, k) for t in (self.p, at, below))
-        root = self.root.reshape(n, self.positions)
-        index = torch.arange(start, stop, device=p.device)
+        n, k, count = len(self.p), self.classes, stop - start
+        index = torch.arange(start, stop, device=self.p.device)
         where, which = index // (k - 1), index % (k - 1)
-        lower = torch.arange(k, device=p.device) > which.unsqueeze(1)  # (D, K)
-        values = -p[:, where] * (below[:, where, which] * root[:, where]).unsqueeze(-1) * lower
-        head = (at[:, where, which] * root[:, where]).unsqueeze(-1)
-        values.scatter_add_(2, which.expand(n, -1).unsqueeze(-1), head)
-        values = values.movedim(0, 1)  # (D, n, K)
+        root = self.root.unsqueeze(-1)
+        p, at, below = (
+            t.reshape(n, self.positions, k).permute(1, 2, 0)
+            for t in (self.p, at * root, below * root)
+        )  # (positions, K, n)
+        lower = torch.arange(k, device=p.device) > which[:, None]
+        values = p[where].mul_(below[where, which][:, None]).mul_(-lower.to(p)[:, :, None])
+        values[torch.arange(count, device=p.device), which] = at[where, which]
+        values = values.mT  # (D, n, K)
         if self.positions > 1:
-            spread = values.new_zeros(len(index), n, self.positions, k)
-            spread[torch.arange(len(index)), :, where] = values
+            spread = values.new_zeros(count, n, self.positions, k)
+            spread[torch.arange(count, device=p.device), :, where] = values
             values = spread
-        return self._place(values.reshape(len(index), *self.shape)), None
+        return self._place(values.reshape(count, *self.shape)), None
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         at, below = self._head()
@@ -120,9 +123,9 @@ class DiagonalFactor(Factor):
         n, count = len(self.root), stop - start
         index = torch.arange(start, stop, device=self.root.device)
         values = self.root.new_zeros(count, n, self.count)
-        values[torch.arange(count, device=index.device), :, index] = (
-            self.root.reshape(n, -1)[:, start:stop].T
-        )
+        values[torch.arange(count, device=index.device), :, index] = self.root.reshape(n, -1)[
+            :, start:stop
+        ].T
         sign = self.sign[:, start:stop].T if self.negative else None
         return values.reshape(count, *self.root.shape), sign
 
@@ -179,6 +182,14 @@ def _signed(plus: Tensor, minus: Tensor) -> tuple[Tensor, Tensor]:
     sign = torch.ones(2, len(plus), device=plus.device, dtype=plus.dtype)
     sign[1] = -1
     return torch.stack([plus, minus]), sign
+
+
+def direction_count(loss: Loss, outputs: Tensor, targets: Any) -> int:
+    """How many directions a sample has at most."""
+    entries = outputs[0].numel()
+    if isinstance(loss, CrossEntropy):
+        return entries - entries // outputs.shape[loss.dim(outputs, targets)]
+    return entries
 
 
 def factor(loss: Loss, outputs: Tensor, batch: Batch, most: int) -> Factor:
@@ -283,8 +294,7 @@ def _additive(loss: CustomLoss, outputs: Tensor, batch: Batch) -> bool:
     with torch.no_grad():
         whole = float(loss.total(outputs, batch.targets))
         parts = [
-            float(loss.total(outputs[a:b], batch.part(a, b).targets))
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            float(loss.total(outputs[a:b], batch.part(a, b).targets)) for a, b in pairwise(cuts)
         ]
     tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
     scale = max(abs(whole), sum(map(abs, parts)), 1e-300)

@@ -49,7 +49,7 @@ class PerSample:
             def outputs(parameters: dict[str, Tensor]) -> Tensor:
                 return self._call(parameters, Batch(x, None, 1, batch.where))
 
-            _, pull = vjp(outputs, fixed)
+            pull = vjp(outputs, fixed)[1]
             gradients: dict[str, Tensor] = vmap(lambda u: pull(u.unsqueeze(0))[0])(cotangents)
             return gradients
 
@@ -58,9 +58,7 @@ class PerSample:
 
     def _call(self, parameters: dict[str, Tensor], batch: Batch) -> Tensor:
         with Safe():
-            outputs: Tensor = functional_call(
-                _Forward(self.risk), _prefixed(parameters), (batch,)
-            )
+            outputs: Tensor = functional_call(_Forward(self.risk), _prefixed(parameters), (batch,))
         return outputs
 
     def _alone(self, batch: Batch, columns: Tensor) -> dict[str, Tensor]:
@@ -68,9 +66,7 @@ class PerSample:
             outputs = self.risk.forward(batch)
         parameters = list(self.parameters.values())
         rows = [
-            torch.autograd.grad(
-                outputs, parameters, column, retain_graph=True, allow_unused=True
-            )
+            torch.autograd.grad(outputs, parameters, column, retain_graph=True, allow_unused=True)
             for column in columns
         ]
         found = {}

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from saltflat.curvature.contract import Each, stack
 from saltflat.curvature.terms import Explicit, Lookup, Outer, Term
 
 
@@ -34,7 +35,7 @@ class Rows:
 
     def first(self, x: Tensor) -> Tensor:
         """x as (samples, rows per sample, …)."""
-        return (x if self.dim == 0 else x.movedim(self.dim, 0)).unflatten(0, (self.count, -1))
+        return torch.unflatten(x.movedim(self.dim, 0), 0, (self.count, -1))
 
     def fits(self, shape: Sequence[int]) -> bool:
         if self.dim >= len(shape) - 1:
@@ -49,6 +50,7 @@ class Use(ABC):
 
     rule: ClassVar[str]
     dims: ClassVar[tuple[int, ...]] = (0, 1)  # where the samples may lie
+    keeps: ClassVar[bool] = True  # whether `keep` keeps the whole delta
     names: dict[str, str]  # role ("weight", "bias") -> parameter name
     input: Tensor
     edge: GradientEdge
@@ -58,12 +60,12 @@ class Use(ABC):
         """What must be kept of one direction's delta until `terms`; by default all of it."""
         return delta
 
-    def keep_all(self, deltas: Tensor, rows: Rows) -> Sequence[Any]:
+    def keep_all(self, deltas: Tensor, rows: Rows) -> Sequence[Any] | Tensor:
         """The same for all directions at once, (D, *output)."""
         return deltas
 
     @abstractmethod
-    def terms(self, kept: Sequence[Any], rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, kept: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
         """(parameter name, its gradients) from what was kept, one entry a direction."""
 
 
@@ -80,23 +82,17 @@ class LinearUse(Use):
     rule: ClassVar[str] = "linear"
     transposed: bool = False
 
-    def terms(self, kept: Sequence[Tensor], rows: Rows) -> Iterator[tuple[str, Term]]:
-        left: Sequence[Tensor]
-        if len(self.shape) == 2 and self.shape[0] == rows.count:
-            stacked = kept if isinstance(kept, Tensor) else torch.stack(list(kept))
-            left = stacked[:, :, None, :, None]
-        else:
-            left = [_positions(delta, rows) for delta in kept]
+    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
+        single = len(self.shape) == 2 and self.shape[0] == rows.count
+        left: Each = (
+            stack(kept)[:, :, None, :, None] if single else [_positions(d, rows) for d in kept]
+        )
         if "weight" in self.names:
             right = _positions(self.input, rows)
             key = ("linear", self.transposed)
             yield self.names["weight"], Outer(left, right, self._assemble, key)
         if "bias" in self.names:
-            summed = (
-                left[:, :, 0, :, 0]
-                if isinstance(left, Tensor)
-                else torch.stack([d.sum((1, 3)) for d in left])
-            )
+            summed = stack(kept) if single else torch.stack([d.sum((1, 3)) for d in left])
             yield self.names["bias"], Explicit(summed)
 
     def _assemble(self, gradient: Tensor) -> Tensor:
@@ -161,7 +157,7 @@ class ConvUse(Use):
     dims: ClassVar[tuple[int, ...]] = (0,)
     window: Window
 
-    def terms(self, kept: Sequence[Tensor], rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups = self.window.groups
         left = [_side_by_side(_grouped(d, groups), rows) for d in kept]
         if "weight" in self.names:
@@ -180,16 +176,16 @@ class ConvUse(Use):
             yield self.names["bias"], Explicit(torch.stack([d.sum(3).flatten(1) for d in left]))
 
     def _assemble(self, gradient: Tensor) -> Tensor:
-        return gradient.flatten(-3, -2).unflatten(-1, (-1, *self.window.kernel))
+        return torch.unflatten(gradient.flatten(-3, -2), -1, (-1, *self.window.kernel))
 
     def _assemble_last(self, gradient: Tensor) -> Tensor:
-        split = gradient.squeeze(-3).unflatten(-1, (*self.window.kernel, -1))
+        split = torch.unflatten(gradient.squeeze(-3), -1, (*self.window.kernel, -1))
         return split.movedim(-1, -1 - len(self.window.kernel))
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """(n, c, *space) as (n, g, c/g, positions)."""
-    return x.flatten(2).unflatten(1, (groups, -1))
+    return torch.unflatten(x.flatten(2), 1, (groups, -1))
 
 
 @final
@@ -201,14 +197,12 @@ class ConvTransposeUse(Use):
     dims: ClassVar[tuple[int, ...]] = (0,)
     window: Window
 
-    def terms(self, kept: Sequence[Tensor], rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups, size = self.window.groups, self.input.shape[2:]
         if "weight" in self.names:
             window = self.window
             left = [
-                _side_by_side(
-                    window.patches(d, size).reshape(len(d), groups, -1, prod(size)), rows
-                )
+                _side_by_side(window.patches(d, size).reshape(len(d), groups, -1, prod(size)), rows)
                 for d in kept
             ]
             right = _side_by_side(_grouped(self.input, groups), rows)
@@ -220,7 +214,7 @@ class ConvTransposeUse(Use):
 
     def _assemble(self, gradient: Tensor) -> Tensor:
         # (…, g, out/g · kernel, in/g) -> (…, in, out/g, *kernel)
-        return gradient.mT.flatten(-3, -2).unflatten(-1, (-1, *self.window.kernel))
+        return torch.unflatten(gradient.mT.flatten(-3, -2), -1, (-1, *self.window.kernel))
 
 
 @final
@@ -232,7 +226,7 @@ class EmbeddingUse(Use):
     rows: int
     padding: int | None
 
-    def terms(self, kept: Sequence[Tensor], rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         index = rows.first(self.input.unsqueeze(-1)).flatten(1)
         if self.padding is not None:
             index = index.masked_fill(index == self.padding % self.rows, -1)
@@ -248,6 +242,7 @@ class SpreadUse(Use, ABC):
     dimensions as the output has, each 1 or the output's own. `shapes[role]` is its own shape.
     """
 
+    keeps: ClassVar[bool] = False
     align: dict[str, tuple[int, ...]]
     shapes: dict[str, torch.Size]
 

@@ -234,44 +234,40 @@ def _prelu(names: Names, a: Arguments, z: Tensor) -> Use | None:
 
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSE = (
-    "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation",
-)  # fmt: skip
+_TRANSPOSE = (*_CONV[:5], "output_padding", "groups", "dilation")
+_LOOKUP = (
+    "input",
+    "weight",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+)
 _STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
 _PAIR = ("input", "other")
 
-# Function -> names of its positional arguments, and what notes it.
-_OPERATIONS: dict[Any, tuple[tuple[str, ...], Builder]] = {
-    F.linear: (("input", "weight", "bias"), _linear),
-    torch.addmm: (("input", "mat1", "mat2"), _addmm),
-    F.embedding: (
-        (
-            "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq",
-            "sparse",
-        ),
-        _embedding,
+# What a call is known by -> (names of its positional arguments, what notes it).
+_RULES: list[tuple[tuple[Any, ...], tuple[str, ...], Builder]] = [
+    ((F.linear,), ("input", "weight", "bias"), _linear),
+    ((torch.addmm,), ("input", "mat1", "mat2"), _addmm),
+    ((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _PAIR, _matmul),
+    ((torch.conv1d, torch.conv2d, torch.conv3d), _CONV, _conv),
+    (
+        (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+        _TRANSPOSE,
+        _conv_transpose,
     ),
-    F.batch_norm: ((*_STATISTICS, "training", "momentum", "eps"), _batch_norm),
-    F.instance_norm: ((*_STATISTICS, "use_input_stats", "momentum", "eps"), _instance_norm),
-    F.layer_norm: (("input", "normalized_shape", "weight", "bias", "eps"), _layer_norm),
-    F.rms_norm: (("input", "normalized_shape", "weight", "eps"), _rms_norm),
-    F.group_norm: (("input", "num_groups", "weight", "bias", "eps"), _group_norm),
-    F.prelu: (("input", "weight"), _prelu),
-    **{f: (_CONV, _conv) for f in (torch.conv1d, torch.conv2d, torch.conv3d)},
-    **{
-        f: (_TRANSPOSE, _conv_transpose)
-        for f in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-    },
-    **{
-        f: (_PAIR, _matmul)
-        for f in (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
-    },
-    **{
-        f: (_PAIR, _spread("weight"))
-        for f in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-    },
-    **{
-        f: (_PAIR, _spread("bias"))
-        for f in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
-    },
-}  # fmt: skip
+    ((F.embedding,), _LOOKUP, _embedding),
+    ((F.batch_norm,), (*_STATISTICS, "training", "momentum", "eps"), _batch_norm),
+    ((F.instance_norm,), (*_STATISTICS, "use_input_stats", "momentum", "eps"), _instance_norm),
+    ((F.layer_norm,), ("input", "normalized_shape", "weight", "bias", "eps"), _layer_norm),
+    ((F.rms_norm,), ("input", "normalized_shape", "weight", "eps"), _rms_norm),
+    ((F.group_norm,), ("input", "num_groups", "weight", "bias", "eps"), _group_norm),
+    ((F.prelu,), ("input", "weight"), _prelu),
+    ((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _PAIR, _spread("weight")),
+    ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, _spread("bias")),
+]
+_OPERATIONS: dict[Any, tuple[tuple[str, ...], Builder]] = {
+    function: (signature, build) for functions, signature, build in _RULES for function in functions
+}

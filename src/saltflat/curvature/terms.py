@@ -28,7 +28,8 @@ class Term(ABC):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Σ_i weights[i] · G of the first direction, of the parameter's shape."""
-        return torch.tensordot(weights, self.gradient()[0], dims=1)
+        result: Tensor = torch.tensordot(weights, self.gradient()[0], dims=1)
+        return result
 
     def trace(self, sign: Tensor | None) -> Tensor:
         """Σ s ‖G‖², a float64 scalar; `sign` is (D, n) or None."""
@@ -61,7 +62,7 @@ class Outer(Term):
     Terms with the same `key` have the same layout: their positions can be put side by side.
     """
 
-    left: Sequence[Tensor]
+    left: contract.Each
     right: Tensor
     assemble: Assemble
     key: Hashable

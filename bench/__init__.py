@@ -1,0 +1,1 @@
+"""Speed, error and memory of saltflat's exact curvature against the alternatives."""

@@ -1,0 +1,21 @@
+"""The machine's settings, the same in every process of a benchmark."""
+
+from __future__ import annotations
+
+import torch
+
+THREADS = 2
+
+
+def configure(device: str, tf32: bool) -> None:
+    """Two CPU threads; on CUDA, full float32 unless `tf32`, for products and convolutions alike."""
+    torch.set_num_threads(THREADS)
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+
+
+def describe(device: str, tf32: bool) -> str:
+    """One line for the head of a table."""
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{THREADS} CPU threads"
+    return f"{where}, {'tf32' if tf32 else 'float32'}, torch {torch.__version__}"

@@ -1,0 +1,134 @@
+"""A large GPU: what an exact trace and diagonal of ResNet-18 cost there, and where that goes.
+
+`python -m bench.h200 FOLDER` writes h200.md, h200.json and the profiler's tables to the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+import saltflat
+from bench.cases import CASES, CLASSES, NETWORKS, Problem, prepare
+from bench.contenders import CONTENDERS, reference
+from bench.device import configure, describe
+from bench.measure import error_of
+from bench.peers import Values
+from bench.phases import Marked, split
+from bench.timing import Timed, Times, clocked, in_turns
+
+_OURS = ("trace", "trace-warm", "diagonal", "diagonal-warm")
+_MOST = {("trace", False): 5.0, ("trace", True): 6.0}  # gradients, without and with tf32
+
+
+@dataclass(frozen=True)
+class Precision:
+    """All that was measured in float32 or in tf32. Times in seconds, phases in milliseconds."""
+
+    tf32: bool
+    title: str
+    times: dict[str, Times]
+    errors: dict[str, float | None]
+    phases: dict[str, dict[str, float]]
+    many: dict[str, float]
+
+    def gradients(self, name: str) -> float:
+        return self.times[name].best / self.times["gradient"].best
+
+
+def _measure(problem: Problem, exact: Values, tf32: bool, options: argparse.Namespace) -> Precision:
+    device = options.device
+    configure(device, tf32)
+    timed, errors = {}, {}
+    for name in ("gradient", *_OURS):
+        contender = CONTENDERS[name]
+        run = contender.build(problem, len(problem.x))
+        errors[name] = error_of(contender.gives, run(), exact)
+        timed[name] = Timed(run, contender.before, clocked(run, device)[0])
+    times = in_turns(timed, options.repeats, device)
+    phases = {name: _phases(problem, name, tf32, options) for name in ("trace", "diagonal")}
+    many = _many(problem, options)
+    return Precision(tf32, describe(device, tf32), times, errors, phases, many)
+
+
+def _phases(
+    problem: Problem, name: str, tf32: bool, options: argparse.Namespace
+) -> dict[str, float]:
+    """The phases of a warm run; the profiler's table goes to a file."""
+    marked = Problem(Marked(problem.model).eval(), problem.x, problem.y)
+    run = CONTENDERS[name].build(marked, len(problem.x))
+    run()
+    times, table = split(run, options.device)
+    precision = "tf32" if tf32 else "fp32"
+    (options.folder / f"h200-profile-{name}-{precision}.txt").write_text(table + "\n")
+    return times
+
+
+def _many(problem: Problem, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds for many images in batches, on the device already."""
+    generator = torch.Generator(options.device).manual_seed(3)
+    shape, device = problem.x.shape, options.device
+    data = [
+        (
+            torch.randn(shape, generator=generator, device=device),
+            torch.randint(CLASSES, shape[:1], generator=generator, device=device),
+        )
+        for _ in range(options.images // len(problem.x))
+    ]
+    return {
+        "trace": clocked(lambda: saltflat.trace(problem.model, data), device)[0],
+        "diagonal": clocked(lambda: saltflat.diagonal(problem.model, data), device)[0],
+    }
+
+
+def _markdown(results: list[Precision], network: str, images: int, n: int) -> str:
+    lines = [f"# {network}, n = {n}"]
+    for r in results:
+        lines += ["", f"## {r.title}", ""]
+        lines += ["| | ms, best | ms, median | gradients | rel. error | must reach |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for name, times in r.times.items():
+            error, most = r.errors[name], _MOST.get((name, r.tf32))
+            bar = "" if most is None else f"≤ {most:g} {'✓' if r.gradients(name) <= most else '✗'}"
+            lines.append(
+                f"| {CONTENDERS[name].title} | {1e3 * times.best:.4g} | {1e3 * times.median:.4g} "
+                f"| {r.gradients(name):.3g} | {'' if error is None else f'{error:.1e}'} | {bar} |"
+            )
+        lines.append("")
+        for name, phases in r.phases.items():
+            unit = 1e3 * r.times["gradient"].best
+            parts = [f"{phase} {ms:.4g} ms ({ms / unit:.2g})" for phase, ms in phases.items()]
+            lines.append(f"- {name}, warm, in ms and gradients: {', '.join(parts)}.")
+        for name, seconds in r.many.items():
+            lines.append(f"- {name} of {images:,} images in batches of {n}: {seconds:.3g} s.")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--network", choices=NETWORKS, default="resnet18")
+    parser.add_argument("--n", type=int, default=1000, help="samples, and the size of a batch")
+    parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    case = next(case for case in CASES.values() if case.network == options.network)
+    problem = prepare(replace(case, n=options.n), options.device)
+    exact = reference(problem)
+    results = [_measure(problem, exact, tf32, options) for tf32 in (False, True)]
+    text = _markdown(results, options.network, options.images, options.n)
+    (options.folder / "h200.md").write_text(text)
+    (options.folder / "h200.json").write_text(
+        json.dumps([asdict(result) for result in results], indent=1) + "\n"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`python -m saltflat.demo`: train a small network on real digits and measure its curvature."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import saltflat as sf
+from saltflat.data.digits import digits
+from saltflat.zoo import mlp
+
+Result = TypeVar("Result")
+PROBES = 100
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 40) -> None:
+    """Plain SGD with momentum, in an order that depends on the seed alone."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x), generator=generator).split(128):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+
+
+def timed(call: Callable[[], Result]) -> tuple[Result, float]:
+    start = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - start
+
+
+def table(exact: sf.Trace, estimate: sf.Trace) -> Table:
+    """Both traces side by side; the last column is their distance in standard errors."""
+    view = Table(title="Trace of the Hessian, block by block", title_justify="left")
+    for column in ("parameter", "exact", f"Hutchinson, {PROBES} probes", "off by"):
+        view.add_column(column, justify="left" if column == "parameter" else "right")
+    for name in exact:
+        detail = estimate.details[name]
+        off = (detail.value - exact[name]) / float(detail.stderr)
+        view.add_row(
+            name,
+            f"{exact[name]:.6g}",
+            f"{detail.value:.4g} ± {float(detail.stderr):.2g}",
+            f"{off:+.1f} s.e.",
+        )
+    view.add_section()
+    off = (estimate.total - exact.total) / estimate.stderr
+    view.add_row(
+        "total",
+        f"{exact.total:.6g}",
+        f"{estimate.total:.4g} ± {estimate.stderr:.2g}",
+        f"{off:+.1f} s.e.",
+    )
+    return view
+
+
+def main() -> None:
+    console = Console(highlight=False)
+    train_x, train_y, test_x, test_y = digits()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = mlp([64, 64, 32, 10])
+    console.print(f"Training a ReLU network 64-64-32-10 on {len(train_x)} handwritten digits …")
+    train(model, train_x, train_y)
+    with torch.no_grad():
+        accuracy = float((model(test_x).argmax(1) == test_y).float().mean())
+    console.print(f"Test accuracy {accuracy:.1%} on {len(test_x)} held-out digits.\n")
+
+    data = (train_x, train_y)
+    parameters = list(model.parameters())
+
+    def gradient() -> None:
+        torch.autograd.grad(F.cross_entropy(model(train_x), train_y), parameters)
+
+    gradient()
+    _, one = timed(gradient)
+    exact, exact_time = timed(lambda: sf.trace(model, data))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that this is an estimate; so does the table
+        estimate, estimate_time = timed(
+            lambda: sf.trace(model, data, certify="none", estimator=sf.Hutchinson(PROBES))
+        )
+    console.print(table(exact, estimate))
+    assert exact.certificate is not None
+    console.print(
+        f"\nCertified piecewise linear on {exact.certificate.samples} probed samples, so the "
+        "first column is exact.\n"
+        f"Time: exact {exact_time * 1e3:.1f} ms (certificate included), "
+        f"{PROBES} probes {estimate_time * 1e3:.0f} ms, one gradient {one * 1e3:.1f} ms."
+    )
+
+
+if __name__ == "__main__":
+    main()

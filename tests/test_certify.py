@@ -1,0 +1,218 @@
+"""The certificate: who passes, who must not, and for how many samples it speaks."""
+
+from __future__ import annotations
+
+import networks as net
+import pytest
+import torch
+from agree import agrees
+from cases import BY_NAME, NETWORKS, Case
+from dense import Dense
+from torch import Tensor, nn
+
+import saltflat as sf
+from saltflat.curvature.certify import clear_cache
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    clear_cache()
+
+
+@pytest.mark.parametrize("case", NETWORKS, ids=str)
+def test_every_block_of_every_network(case: Case) -> None:
+    estimator = sf.Hutchinson(probes=2)
+    result = sf.trace(case.model(), case.data(), case.loss, certify="all", estimator=estimator)
+    verdict = result.certificate
+    assert verdict.samples == case.n or not any(verdict.piecewise_linear.values())
+    for name, linear in verdict.piecewise_linear.items():
+        assert linear is case.certified(name) or case.certified(name) is None, name
+        assert linear or verdict.reasons[name]
+    assert bool(verdict) == all(verdict.piecewise_linear.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp Tanh", "mlp GELU", "attention", "module called in a chain", "rnn relu"]
+)
+def test_the_formula_would_have_been_wrong(name: str) -> None:
+    """Negative control: where a block is refused, the exact Gauss-Newton value is another."""
+    case = BY_NAME[name]
+    truth = case.dense().blocks(case.dense().hessian)
+    hessian, ggn = (sf.trace(case.model(), case.data(), curvature=c) for c in ("hessian", "ggn"))
+    off = {n: abs(ggn[n] - float(b.trace())) / float(b.abs().max()) for n, b in truth.items()}
+    for n, detail in hessian.details.items():
+        assert (off[n] < 1e-10) if detail.exact else (off[n] > 1e-3), n
+
+
+def test_an_interpolating_network_is_rejected() -> None:
+    """Where the loss's gradient vanishes the Hessian IS the GGN, and proves nothing."""
+    case = BY_NAME["mlp Tanh"]
+    model, (x, _) = case.model(), case.data()
+    fitted = model(x).detach()
+    oracle = Dense(case.model(), x, fitted, "mse")
+    assert torch.allclose(oracle.hessian, oracle.ggn, atol=1e-12)  # the trap is set
+    result = sf.trace(model, (x, fitted), "mse")
+    assert not result.details["0.weight"].exact
+    assert not result.details["0.bias"].exact
+    assert result.details["2.weight"].exact
+
+
+def test_fitted_and_other_samples() -> None:
+    case = BY_NAME["mlp Tanh"]
+    model, (x, _) = case.model(), case.data(n=64)
+    y = model(x).detach()
+    y[32:] += 1
+    oracle = Dense(case.model(), x, y, "mse")
+    result = sf.trace(model, [(x[:32], y[:32]), (x[32:], y[32:])], "mse")
+    assert not result.exact
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
+def test_the_cache_knows_the_model_and_not_only_its_class() -> None:
+    """Same class, shapes and names, another activation: no verdict may be carried over."""
+    data = BY_NAME["mlp"].data()
+    model = BY_NAME["mlp"].model()
+    assert sf.trace(model, data).exact
+    assert not sf.trace(BY_NAME["mlp Tanh"].model(), data).exact
+    model[1] = nn.Tanh()
+    assert not sf.trace(model, data).exact
+    model[1] = nn.ReLU()
+    assert sf.trace(model, data).exact
+    handle = model[1].register_forward_hook(lambda module, args, out: out.tanh())
+    assert not sf.trace(model, data).exact
+    handle.remove()
+    assert sf.trace(model, data).exact
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(4, 5), nn.Linear(5, 3), "relu"
+        self.config = {"act": "relu"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = self.act if self.act != "config" else self.config["act"]
+        return self.fc2(getattr(torch, act)(self.fc1(x)))
+
+
+def test_the_cache_knows_what_the_modules_are_set_to() -> None:
+    model, data = Switch().double(), BY_NAME["mlp"].data()
+    for act, exact in (("relu", True), ("tanh", False), ("relu", True), ("config", True)):
+        model.act = act
+        assert sf.trace(model, data).exact is exact
+    model.config["act"] = "tanh"
+    assert not sf.trace(model, data).exact
+
+
+class Sometimes(nn.Module):
+    """Bends only for samples whose first entry is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        return self.fc2(torch.where(x[:, :1] > 10, h.tanh(), h.relu()))
+
+
+def test_certify_all_sees_the_last_batch() -> None:
+    torch.manual_seed(0)
+    model, x = Sometimes().double(), torch.randn(200, 4, dtype=torch.float64).clamp(-9, 9)
+    x[-1, 0] = 11
+    batches = [(x[i : i + 20], torch.zeros(20, dtype=torch.long)) for i in range(0, 200, 20)]
+    everything = sf.trace(model, batches, certify="all")
+    assert not everything.details["fc1.weight"].exact
+    assert everything.details["fc2.weight"].exact
+    assert everything.certificate.samples == 200
+    sample = sf.trace(model, batches, certify="sample")
+    assert 0 < sample.certificate.samples < 200
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_speaks_for_no_more_samples_than_there_are(n: int) -> None:
+    case = BY_NAME["mlp"]
+    assert sf.trace(case.model(), case.data(n=n)).certificate.samples == n
+
+
+def test_without_a_certificate_everything_is_estimated() -> None:
+    case = BY_NAME["mlp"]
+    oracle = case.dense()
+    result = sf.trace(case.model(), case.data(), certify="none")
+    assert not any(detail.exact for detail in result.details.values())
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
+def test_gauss_newton_needs_no_certificate() -> None:
+    case = BY_NAME["mlp Tanh"]
+    result = sf.trace(case.model(), case.data(), curvature="ggn")
+    assert result.exact
+
+
+@pytest.mark.parametrize("inner", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("outer", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_verdict_does_not_depend_on_units(inner, outer, dtype: torch.dtype) -> None:
+    """Inputs and hidden values in other units, everything else to match: the same function."""
+
+    class Rescaled(nn.Module):
+        def __init__(self, act: nn.Module) -> None:
+            super().__init__()
+            self.act = act
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.act(z / inner)
+
+    for act, linear in ((nn.ReLU(), True), (nn.Tanh(), False), (nn.LayerNorm(5), False)):
+        torch.manual_seed(0)
+        model = net.mlp(lambda act=act: Rescaled(act)).to(dtype)
+        model[0].weight.data *= inner / outer
+        model[0].bias.data *= inner
+        x, y = outer * torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))
+        details = sf.trace(model, (x, y), estimator=sf.Hutchinson(probes=2)).details
+        assert details["0.weight"].exact is linear
+        assert details["2.weight"].exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_deep_wide_relu_network_is_accepted(dtype: torch.dtype) -> None:
+    """Rounding grows with depth and width; it must not be taken for curvature."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(12) for m in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 10)).to(dtype)
+    assert sf.trace(model, (torch.randn(32, 64, dtype=dtype), torch.randint(10, (32,)))).exact
+
+
+@pytest.mark.parametrize("slope", [1e-3, 1e-2])
+def test_slight_curvature_is_seen(slope: float) -> None:
+    """relu(h) + ε tanh(h) is rejected, or its value is right all the same."""
+
+    class Slight(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu() + slope * x.tanh()
+
+    torch.manual_seed(0)
+    model = net.mlp(Slight).double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+    assert not sf.trace(model, (x, y)).details["0.weight"].exact
+
+
+def rare_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean over samples, but for one product between those two that carry the label 2."""
+    rare = outputs[targets == 2].sum(0).square().sum() / len(outputs)
+    return nn.functional.cross_entropy(outputs, targets) + rare
+
+
+@pytest.mark.parametrize("pair", [(3, 37), (3, 5), (18, 19), (12, 13)])
+@pytest.mark.parametrize("size", [8, 40])
+def test_two_samples_that_interact(pair: tuple[int, int], size: int) -> None:
+    """A loss is not separable if ANY two samples meet in it, in whatever batches they lie."""
+    case = BY_NAME["mlp"]
+    x, _ = case.data(n=40)
+    y = torch.zeros(40, dtype=torch.long)
+    y[list(pair)] = 2
+    oracle = Dense(case.model(), x, y, rare_pairs)
+    batches = list(zip(x.split(size), y.split(size), strict=True))
+    result = sf.trace(case.model(), batches, rare_pairs, estimator=sf.Hutchinson(probes=30))
+    assert not result.exact
+    agrees(result, oracle.blocks(oracle.hessian))

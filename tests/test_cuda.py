@@ -1,0 +1,81 @@
+"""The same cases on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from agree import agrees
+from cases import CASES, Case, cast
+from torch import Tensor, nn
+
+import saltflat as sf
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    """TensorFloat-32 keeps three digits, too few for the tolerances here."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+def moved(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: moved(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(moved, value))
+    return value.to("cuda") if isinstance(value, Tensor | nn.Module) else value
+
+
+def on_gpu(case: Case, dtype: torch.dtype) -> nn.Module:
+    return case.model(dtype).to("cuda")
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "ggn"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, dtype: torch.dtype, curvature: str) -> None:
+    oracle = case.dense(dtype)
+    blocks = oracle.blocks(getattr(oracle, curvature))
+    loss = moved(cast(case.loss, dtype))
+    for measure in (sf.trace, sf.diagonal):
+        result = measure(on_gpu(case, dtype), moved(case.data(dtype)), loss, curvature=curvature)
+        agrees(result, blocks, dtype)
+        for name, detail in result.details.items():
+            certified = case.certified(name)
+            assert detail.exact is certified or certified is None or curvature == "ggn", name
+
+
+def test_data_on_the_cpu_follow_the_model() -> None:
+    case = CASES[0]
+    oracle = case.dense()
+    agrees(sf.trace(on_gpu(case, torch.float64), case.data()), oracle.blocks(oracle.hessian))
+
+
+def test_random_state_of_the_device() -> None:
+    case = CASES[0]
+    before = torch.cuda.get_rng_state()
+    sf.trace(on_gpu(case, torch.float64), case.data())
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_the_caching_allocator_gets_everything_back() -> None:
+    case = CASES[0]
+    model = on_gpu(case, torch.float64)
+    sf.trace(model, case.data())
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        sf.trace(model, case.data())
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_autocast_is_ignored() -> None:
+    case = next(c for c in CASES if c.name == "residual")
+    oracle = case.dense(torch.float32)
+    with torch.autocast("cuda", torch.float16):
+        result = sf.trace(on_gpu(case, torch.float32), moved(case.data(torch.float32)))
+    agrees(result, oracle.blocks(oracle.hessian), torch.float32)

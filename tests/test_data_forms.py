@@ -1,0 +1,121 @@
+"""The same samples in every form that users have them in."""
+
+from __future__ import annotations
+
+import networks as net
+import pytest
+import torch
+from agree import agrees
+from cases import BY_NAME, Case
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import saltflat as sf
+
+
+def check(case: Case, data: object, model: nn.Module | None = None, **options: object) -> None:
+    oracle = case.dense()
+    model = case.model() if model is None else model
+    result = sf.trace(model, data, case.loss, estimator=sf.Hutchinson(probes=30), **options)
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Can be read again and again, but has no length."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def __iter__(self):
+        return iter(zip(*self.tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: [(x, y)],
+        lambda x, y: [(x[:2], y[:2]), (x[2:], y[2:])],
+        lambda x, y: ([x[:1], y[:1]], [x[1:], y[1:]]),
+        lambda x, y: DataLoader(TensorDataset(x, y), batch_size=2),
+        lambda x, y: DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True),
+        lambda x, y: DataLoader(Stream(x, y), batch_size=2),
+    ],
+)
+def test_forms_of_pairs(form) -> None:
+    check(BY_NAME["mlp"], form(*BY_NAME["mlp"].data()))
+
+
+@pytest.mark.parametrize("name", ["mlp Tanh", "dice", "variance", "weighted mean function"])
+def test_shuffling_loaders(name: str) -> None:
+    """Each reading comes in another order, and the same probes give the same answer."""
+    case = BY_NAME[name]
+    loader = DataLoader(TensorDataset(*case.data()), batch_size=2, shuffle=True)
+    check(case, loader)
+    for curvature in ("hessian", "ggn"):
+        shuffled, plain = (
+            sf.trace(case.model(), data, case.loss, curvature, estimator=sf.Hutchinson(5))
+            for data in (loader, case.data())
+        )
+        assert list(shuffled.values()) == pytest.approx(list(plain.values()), rel=1e-9)
+
+
+def test_two_batches_are_not_a_pair() -> None:
+    """A list of two (x, y) batches has length two as well."""
+    x, y = BY_NAME["mlp"].data()
+    check(BY_NAME["mlp"], [(x[:3], y[:3]), (x[3:], y[3:])])
+
+
+def test_dict_with_labels() -> None:
+    case = BY_NAME["bert"]
+    inputs, labels = case.data()
+    items = [{**{k: v[i] for k, v in inputs.items()}, "labels": labels[i]} for i in range(case.n)]
+    check(case, {**inputs, "labels": labels})
+    check(case, [{**inputs, "labels": labels}])
+    check(case, DataLoader(items, batch_size=2))
+
+
+def test_tuple_inputs_in_a_list_of_batches() -> None:
+    case = BY_NAME["tuple of inputs"]
+    (a, b), y = case.data()
+    check(case, [((a[:2], b[:2]), y[:2]), ((a[2:], b[2:]), y[2:])])
+
+
+def test_unpack() -> None:
+    case = BY_NAME["mlp"]
+    x, y = case.data()
+    check(case, [(x, "extra", y)], unpack=lambda item: (item[0], item[2]))
+    check(case, [{"image": x, "class": y}], unpack=lambda item: (item["image"], item["class"]))
+
+
+def test_output() -> None:
+    case = BY_NAME["dict of outputs"]
+    model = net.Wrapped("prediction").double()
+    model.load_state_dict(case.model().state_dict())
+    check(case, case.data(), model, output=lambda out: out["prediction"])
+
+
+def test_callable_loss_with_any_targets() -> None:
+    """A callable loss sees the targets as they come, here a dict."""
+    case = BY_NAME["mlp"]
+    x, y = case.data()
+    result = sf.trace(
+        case.model(), [(x, {"y": y})], lambda o, t: nn.functional.cross_entropy(o, t["y"])
+    )
+    oracle = case.dense()
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
+def test_wrappers_are_seen_through() -> None:
+    """torch.compile, DataParallel and DDP: the names are those of the model inside."""
+    case = BY_NAME["mlp"]
+    check(case, case.data(), torch.compile(case.model(), backend="eager"))
+    check(case, case.data(), nn.DataParallel(case.model()))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        check(case, case.data(), nn.parallel.DistributedDataParallel(case.model()))
+    finally:
+        torch.distributed.destroy_process_group()

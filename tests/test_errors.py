@@ -1,0 +1,320 @@
+"""Every refusal names what was wrong, and is both a SaltflatError and what Python users expect."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from agree import agrees
+from cases import BY_NAME
+from dense import Dense
+from networks import mlp
+from torch import Tensor, nn
+
+import saltflat as sf
+
+X, Y = BY_NAME["mlp"].data(n=6)
+BATCHES = [(X[:2], Y[:2]), (X[2:4], Y[2:4]), (X[4:], Y[4:])]
+
+
+def model() -> nn.Sequential:
+    return BY_NAME["mlp"].model()
+
+
+def refuses(kind: type[Exception], *words: str, call=sf.trace, **arguments) -> None:
+    """The call raises `kind`, as a SaltflatError, with a message that holds all the words."""
+    arguments = {"model": model(), "data": (X, Y), **arguments}
+    with pytest.raises(sf.SaltflatError) as caught:
+        call(arguments.pop("model"), arguments.pop("data"), **arguments)
+    assert isinstance(caught.value, kind)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+# arguments
+
+ARGUMENTS = [
+    (ValueError, {"loss": "cross_entrpy"}, ["cross_entrpy", "'cross_entropy'"]),
+    (TypeError, {"loss": 3}, ["loss", "int"]),
+    (ValueError, {"loss": nn.CrossEntropyLoss(reduction="none")}, ["none", "mean", "sum"]),
+    (ValueError, {"loss": nn.MSELoss(reduction="none")}, ["none"]),
+    (ValueError, {"loss": nn.BCEWithLogitsLoss(reduction="none")}, ["none"]),
+    (ValueError, {"loss": lambda o, y: (o**2).sum(1)}, ["one element"]),
+    (ValueError, {"curvature": "hesian"}, ["hesian", "hessian"]),
+    (ValueError, {"curvature": "fisher"}, ["fisher", "hessian", "ggn"]),
+    (ValueError, {"certify": "maybe"}, ["maybe", "sample", "all"]),
+    (TypeError, {"estimator": "hutchinson"}, ["estimator", "Hutchinson"]),
+    (ValueError, {"max_directions": 0}, ["max_directions", "0"]),
+    (ValueError, {"memory_budget": 0}, ["memory_budget", "0"]),
+    (ValueError, {"dtype": torch.int64}, ["dtype", "int64"]),
+    (ValueError, {"parameters": ["0.wieght"]}, ["0.wieght", "'0.weight'"]),
+    (ValueError, {"parameters": "0.weight"}, ["0.weight", "trainable", "all"]),
+    (ValueError, {"parameters": []}, ["parameters"]),
+    (TypeError, {"model": lambda x: x}, ["Module"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "words"), ARGUMENTS)
+def test_arguments(kind, arguments, words) -> None:
+    refuses(kind, *words, **arguments)
+    refuses(kind, *words, call=sf.diagonal, **arguments)
+
+
+@pytest.mark.parametrize("estimator", [sf.Hutchinson, sf.XTrace])
+@pytest.mark.parametrize("probes", [0, -1, 1])
+def test_probes(estimator, probes: int) -> None:
+    """One probe has no standard error."""
+    with pytest.raises(ValueError, match="probes") as caught:
+        estimator(probes=probes)
+    assert isinstance(caught.value, sf.SaltflatError)
+
+
+def test_unknown_loss_without_a_near_one() -> None:
+    refuses(ValueError, "cross_entropy", "mse", "bce", loss="zzz")
+
+
+# data
+
+
+@pytest.mark.parametrize("once", [lambda: iter(BATCHES), lambda: (b for b in BATCHES)])
+def test_one_shot_iterators(once) -> None:
+    refuses(TypeError, "once", data=once())
+
+
+@pytest.mark.parametrize("empty", [[], (X[:0], Y[:0]), [(X[:0], Y[:0])]])
+def test_empty(empty) -> None:
+    refuses(ValueError, "no", data=empty)
+
+
+@pytest.mark.parametrize("data", [X, 3, None, [X], [(X,)], [(X, Y, Y)], [{"x": X}], [(X, Y[:3])]])
+def test_malformed(data) -> None:
+    with pytest.raises(sf.SaltflatError):
+        sf.trace(model(), data)
+
+
+def test_a_dict_without_labels_names_unpack() -> None:
+    refuses(ValueError, "labels", "unpack", data=[{"input": X, "target": Y}])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_data_that_are_not_finite_name_the_batch(bad: float) -> None:
+    spoilt = X[2:4].clone()
+    spoilt[1, 2] = bad
+    refuses(ValueError, "batch 1", data=[BATCHES[0], (spoilt, Y[2:4]), BATCHES[2]])
+
+
+def test_targets_that_are_not_finite_name_the_batch() -> None:
+    spoilt = torch.full((2, 3), torch.nan, dtype=torch.float64)
+    fine = torch.zeros(2, 3, dtype=torch.float64)
+    data = [(X[:2], fine), (X[2:4], fine), (X[4:], spoilt)]
+    refuses(ValueError, "batch 2", data=data, loss="mse")
+
+
+@pytest.mark.parametrize("target", [3, -1, 1000])
+def test_targets_out_of_range(target: int) -> None:
+    spoilt = Y[4:].clone()
+    spoilt[0] = target
+    refuses(ValueError, str(target), "batch 2", data=[*BATCHES[:2], (X[4:], spoilt)])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_everything_ignored(reduction: str) -> None:
+    """The mean over nothing is not a number; the sum over nothing is zero."""
+    loss, data = nn.CrossEntropyLoss(reduction=reduction), (X, torch.full_like(Y, -100))
+    if reduction == "mean":
+        refuses(ValueError, loss=loss, data=data)
+    else:
+        assert sf.trace(model(), data, loss).total == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        ("cross_entropy", Y.double()),
+        ("cross_entropy", Y.unsqueeze(1)),
+        ("cross_entropy", torch.zeros(6, 4, dtype=torch.float64)),
+        ("mse", torch.zeros(6, dtype=torch.float64)),
+        ("mse", torch.zeros(6, 1, dtype=torch.float64)),
+        ("mse", torch.zeros(1, 3, dtype=torch.float64)),
+        ("bce", torch.zeros(6, 1, dtype=torch.float64)),
+        ("bce", torch.full((6, 3), 1.5, dtype=torch.float64)),
+    ],
+)
+def test_targets_of_a_wrong_shape_or_kind(loss: str, targets: Tensor) -> None:
+    with pytest.raises(sf.SaltflatError):
+        sf.trace(model(), (X, targets), loss)
+
+
+def test_ambiguous_class_dimension() -> None:
+    """(n, K, K) outputs: torch means dimension 1, language models the last."""
+    square = nn.Sequential(nn.Linear(4, 9), nn.Unflatten(1, (3, 3))).double()
+    targets = torch.zeros(6, 3, dtype=torch.long)
+    refuses(ValueError, "ambiguous", model=square, data=(X, targets))
+    assert sf.trace(square, (X, targets), nn.CrossEntropyLoss()).exact
+
+
+# the loss
+
+
+def test_loss_that_is_not_finite() -> None:
+    refuses(ValueError, "loss", loss=lambda o, y: o.sum() * torch.nan)
+
+
+def test_targets_that_a_module_cannot_take() -> None:
+    refuses(TypeError, "unpack", data=[(X, {"y": Y})], loss=nn.MSELoss())
+
+
+def test_too_few_class_weights() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(2, dtype=torch.float64))
+    refuses(ValueError, "2", "3", loss=loss)
+
+
+def test_constant_logits_have_no_normalisation() -> None:
+    constant = nn.Linear(4, 3).double()
+    nn.init.zeros_(constant.weight)
+    nn.init.ones_(constant.bias)
+    refuses(ValueError, "spread", model=constant, loss="normalized_cross_entropy")
+
+
+# the model
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_parameters_that_are_not_finite_are_named(bad: float) -> None:
+    spoilt = model()
+    spoilt[2].bias.data[1] = bad
+    refuses(ValueError, "2.bias", model=spoilt)
+
+
+def test_buffers_that_are_not_finite() -> None:
+    spoilt = BY_NAME["batch norm 1d"].model()
+    spoilt[1].running_var.fill_(torch.nan)
+    refuses(ValueError, model=spoilt, data=BY_NAME["batch norm 1d"].data())
+
+
+def test_everything_frozen() -> None:
+    refuses(ValueError, "frozen", "parameters='all'", model=model().requires_grad_(False))
+
+
+def test_a_model_without_parameters() -> None:
+    refuses(ValueError, "parameters", model=nn.Identity())
+
+
+class Odd(nn.Module):
+    """A good network with one more parameter of an odd kind."""
+
+    def __init__(self, odd: nn.Parameter) -> None:
+        super().__init__()
+        self.body, self.odd = mlp().double(), odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def inference_parameter() -> nn.Parameter:
+    with torch.inference_mode():
+        return nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("odd", "word"),
+    [
+        (lambda: nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False), "int"),
+        (lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex128)), "complex"),
+        (lambda: nn.Parameter(torch.zeros(2, device="meta")), "meta"),
+        (nn.UninitializedParameter, "lazy"),
+        (inference_parameter, "inference"),
+    ],
+)
+def test_odd_parameters_are_named(odd, word: str) -> None:
+    refuses(ValueError, "odd", word, model=Odd(odd()), parameters="all")
+
+
+class Answers(nn.Module):
+    """A network whose answer goes through a function first."""
+
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.body, self.answer = model(), answer
+
+    def forward(self, x: Tensor):
+        return self.answer(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        (lambda o: (o, o), "output="),
+        (lambda o: {"prediction": o}, "output="),
+        (lambda o: None, "output="),
+        (lambda o: o.argmax(1), "floating"),
+        (lambda o: o.mean(), "one row"),
+        (lambda o: o[:-1], "one row"),
+        (lambda o: o.T, "one row"),
+        (lambda o: o.repeat(2, 1), "one row"),
+    ],
+)
+def test_outputs_of_an_unknown_kind(answer, word: str) -> None:
+    refuses(ValueError, word, model=Answers(answer))
+
+
+def test_detached_outputs() -> None:
+    """No parameter reaches the outputs: an error, or honest zeros."""
+    try:
+        assert sf.trace(Answers(Tensor.detach), (X, Y)).total == 0
+    except sf.SaltflatError as error:
+        assert "parameter" in str(error)  # noqa: PT017
+
+
+def test_a_model_that_is_random_in_eval_mode() -> None:
+    noisy = Answers(lambda o: o * (1 + torch.rand_like(o)))
+    refuses(ValueError, "random", model=noisy)
+    refuses(ValueError, "random", model=Answers(lambda o: nn.functional.dropout(o, 0.5)))
+
+
+def test_batch_statistics_in_eval_mode_are_right_or_refused() -> None:
+    """track_running_stats=False mixes samples: silence would be a wrong answer."""
+
+    def mixing() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(5, track_running_stats=False)
+        return nn.Sequential(nn.Linear(4, 5), norm, nn.ReLU(), nn.Linear(5, 3)).double()
+
+    oracle = Dense(mixing(), X, Y)
+    try:
+        result = sf.trace(mixing(), (X, Y))
+    except sf.SaltflatError as error:
+        assert "sample" in str(error)  # noqa: PT017
+    else:
+        agrees(result, oracle.blocks(oracle.hessian))
+
+
+class Pairs(nn.Module):
+    """Samples 2k and 2k+1 of a batch see each other, and nobody else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = (torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)
+        return self.body(x) + self.body(0.5 * x[other]).relu()
+
+
+def test_samples_that_meet_in_pairs_are_right_or_refused() -> None:
+    torch.manual_seed(0)
+    pairs = Pairs()
+    oracle = Dense(copy.deepcopy(pairs), X, Y)
+    try:
+        result = sf.trace(pairs, (X, Y))
+    except sf.SaltflatError as error:
+        assert "sample" in str(error)  # noqa: PT017
+    else:
+        agrees(result, oracle.blocks(oracle.hessian))
+
+
+def test_errors_form_one_tree() -> None:
+    assert issubclass(sf.SaltflatError, Exception)
+    with pytest.raises(ValueError, match="Unknown loss"):
+        sf.trace(model(), (X, Y), "nonsense")

@@ -1,0 +1,134 @@
+"""Out of memory: the chunk is halved and the answer is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agree import agrees
+from cases import BY_NAME
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import saltflat as sf
+
+FULL = [
+    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 32000000000000 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+]
+
+
+class Small(nn.Module):
+    """A machine on which no more than `room` samples fit at a time."""
+
+    def __init__(self, body: nn.Module, room: int, error) -> None:
+        super().__init__()
+        self.body, self.room, self.error, self.refused = body, room, error, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.room:
+            self.refused[0] += 1
+            raise self.error()
+        return self.body(x)
+
+
+@pytest.mark.parametrize("error", FULL)
+@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("name", ["mlp", "residual", "raw parameters", "mlp Tanh", "segmentation"])
+def test_chunks_are_halved(name: str, room: int, error) -> None:
+    case = BY_NAME[name]
+    oracle = case.dense()
+    for curvature in ("hessian", "ggn"):
+        blocks = oracle.blocks(getattr(oracle, curvature))
+        model = Small(case.model(), room, error)
+        for measure in (sf.trace, sf.diagonal):
+            few = sf.Hutchinson(probes=30)
+            result = measure(model, case.data(), case.loss, curvature=curvature, estimator=few)
+            agrees(result, {f"body.{n}": b for n, b in blocks.items()})
+        assert model.refused[0] > 0, "negative control: it did run out"
+
+
+class Greedy(torch.autograd.Function):
+    """Runs out in the backward pass, when too many rows arrive at once."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        if grad.numel() > 24:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return grad
+
+
+class Backward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Greedy.apply(x)
+
+
+def test_out_of_memory_in_the_backward_pass() -> None:
+    case = BY_NAME["mlp"]
+    inner = case.model()
+    model = nn.Sequential(inner[0], Backward(), inner[1], inner[2])
+    result, want = sf.trace(model, case.data(n=12)), sf.trace(inner, case.data(n=12))
+    assert result.exact
+    assert list(result.values()) == pytest.approx(list(want.values()), rel=1e-10)
+
+
+def test_what_does_not_fit_at_all_is_said_so() -> None:
+    model = Small(BY_NAME["mlp"].model(), 0, FULL[0])
+    with pytest.raises((torch.OutOfMemoryError, sf.SaltflatError)):
+        sf.trace(model, BY_NAME["mlp"].data())
+
+
+def test_other_runtime_errors_are_not_swallowed() -> None:
+    model = Small(BY_NAME["mlp"].model(), 0, lambda: RuntimeError("mat1 and mat2 do not fit"))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        sf.trace(model, BY_NAME["mlp"].data())
+    assert model.refused[0] <= 2
+
+
+def test_the_loader_is_left_alone() -> None:
+    """Its settings stay, its own generator too, and it is not read more than a few times."""
+    reads = []
+
+    class Counted(TensorDataset):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    case = BY_NAME["mlp"]
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Counted(*case.data(n=9)), batch_size=4, shuffle=True, generator=generator)
+    before, settings = torch.get_rng_state(), dict(vars(loader))
+    sf.trace(Small(case.model(), 3, FULL[0]), loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert vars(loader) == settings
+    assert len(reads) <= 4 * 9
+
+
+def test_memory_does_not_grow_with_n() -> None:
+    """The largest batch that the model ever sees is set by the budget, not by the data."""
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return self.fc(self.conv(x).relu().mean((2, 3)))
+
+    largest = []
+    for n in (64, 512):
+        seen.clear()
+        torch.manual_seed(0)
+        data = (torch.randn(n, 1, 16, 16), torch.randint(3, (n,)))
+        sf.trace(Watched(), data, memory_budget=1 << 20)
+        largest.append(max(seen))
+    assert largest[1] <= max(largest[0], 64)
+    assert largest[1] < 512

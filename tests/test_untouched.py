@@ -1,0 +1,301 @@
+"""The model, its hooks, its gradients and the random generators are left as they were found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agree import agrees
+from cases import BY_NAME, CASES, Case
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import saltflat as sf
+
+HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Everything that a measurement could disturb, as values and as identities."""
+    state: dict[str, Any] = {
+        "torch rng": torch.get_rng_state().tolist(),
+        "python rng": random.getstate(),
+        "numpy rng": str(np.random.get_state()),
+        "grad mode": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+    }
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        state[name] = (id(t), t.data_ptr(), t.dtype, t.requires_grad, t.detach().clone())
+        grad = t.grad
+        state[f"{name}.grad"] = (id(grad), None if grad is None else grad.clone())
+        state[f"{name} hooks"] = list((t._backward_hooks or {}).items())
+    for name, m in model.named_modules():
+        state[f"module {name}"] = (id(m), type(m), m.training)
+        state[f"attributes {name}"] = {k: id(v) for k, v in vars(m).items() if k != "training"}
+        state[f"hooks {name}"] = {k: list(getattr(m, k).items()) for k in HOOKS}
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
+    after = fingerprint(model)
+    assert after.keys() == before.keys()
+    changed = [key for key in before if not same(before[key], after[key])]
+    assert not changed
+
+
+def dressed(model: nn.Module) -> nn.Module:
+    """A model in the middle of a training: mixed modes, gradients, hooks."""
+    for i, module in enumerate(model.modules()):
+        module.training = i % 2 == 0
+        module.register_forward_hook(lambda m, args, out: None)
+        module.register_forward_pre_hook(lambda m, args: None)
+    for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
+        p.grad = torch.ones_like(p) if i % 2 else None
+        p.register_hook(lambda grad: None)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case(case: Case) -> None:
+    model = dressed(case.model())
+    before = fingerprint(model)
+    sf.trace(model, case.data(), case.loss, estimator=sf.Hutchinson(probes=3))
+    sf.diagonal(model, case.data(), case.loss, curvature="ggn")
+    sf.max_eigenvalue(model, case.data(), case.loss)
+    assert_untouched(model, before)
+
+
+class Busy(nn.Module):
+    """Train-mode dropout and batch statistics, a cache, a counter, its own random numbers."""
+
+    def __init__(self, after: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.drop = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
+        self.fc2 = weight_norm(nn.Linear(5, 3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+        self.cache: Tensor | None = None
+        self.count, self.after = 0, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache, self.count = x, self.count + 1
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        torch.rand(1), random.random(), np.random.rand()
+        self.after()
+        return self.fc2(self.drop(self.norm(self.fc1(x)).relu()))
+
+
+def busy(**options: Any) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = Busy(**options).double()
+    return model, (torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)))
+
+
+@pytest.mark.parametrize("measure", [sf.trace, sf.diagonal, sf.max_eigenvalue])
+def test_state_that_forward_sets(measure) -> None:
+    model, data = busy()
+    before = fingerprint(model)
+    measure(model, data)
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_measured_in_another_dtype(dtype: torch.dtype) -> None:
+    """bfloat16 models are measured in float32, others in what is asked for."""
+    model, data = busy()
+    model.to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
+    before = fingerprint(model)
+    sf.trace(model, data, dtype=None if dtype is torch.bfloat16 else dtype)
+    assert_untouched(model, before)
+
+
+def test_an_embedding_that_renormalises_itself() -> None:
+    """max_norm rewrites the looked-up rows, in place, in every forward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 3)).double()
+    data = (torch.randint(6, (5, 2)), torch.randint(3, (5,)))
+    before = fingerprint(model)
+    sf.trace(model, data)
+    assert_untouched(model, before)
+
+
+class Explosion(RuntimeError):
+    pass
+
+
+def fuse(steps: int) -> Callable[..., Any]:
+    """Passes `steps` calls, then explodes."""
+    left = [steps]
+
+    def burn(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Explosion
+
+    return burn
+
+
+def again_and_again(*arguments: Any) -> None:
+    """A measurement may well need only one or two forward passes."""
+    for _ in range(4):
+        sf.trace(*arguments)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_exception_in_forward(steps: int) -> None:
+    model, (x, y) = busy(after=fuse(steps))
+    before = fingerprint(model)
+    with pytest.raises(Explosion):
+        again_and_again(model, [(x[:3], y[:3]), (x[3:], y[3:])])
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_exception_in_the_loss(steps: int) -> None:
+    model, data = busy()
+    burn, before = fuse(steps), fingerprint(model)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        burn()
+        return nn.functional.cross_entropy(outputs, targets)
+
+    with pytest.raises(Explosion):
+        again_and_again(model, data, loss)
+    assert_untouched(model, before)
+
+
+class Mine(torch.autograd.Function):
+    """A user's own function whose backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Explosion
+
+
+class Bad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Mine.apply(x)
+
+
+def test_exception_in_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), Bad(), nn.Linear(5, 3)).double()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = fingerprint(model)
+    with pytest.raises(Explosion):
+        sf.trace(model, BY_NAME["mlp"].data())
+    assert_untouched(model, before)
+
+
+def test_exception_in_the_data() -> None:
+    model, (x, y) = busy()
+    before = fingerprint(model)
+
+    class Broken:
+        def __iter__(self):
+            yield x, y
+            raise Explosion
+
+    with pytest.raises(Explosion):
+        sf.trace(model, Broken())
+    assert_untouched(model, before)
+
+
+# the surroundings of the call
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.set_grad_enabled(False),
+    ],
+)
+@pytest.mark.parametrize("name", ["residual", "attention", "mlp Tanh", "embedding", "dice"])
+def test_surroundings_do_not_matter(name: str, surroundings) -> None:
+    case = BY_NAME[name]
+    model, oracle = case.model(), case.dense()
+    before = fingerprint(model)
+    with surroundings():
+        x, y = case.data()  # inference tensors, where that is on
+        results = [
+            sf.trace(model, (x, y), case.loss, estimator=sf.Hutchinson(probes=30)),
+            sf.diagonal(model, (x, y), case.loss, estimator=sf.Hutchinson(probes=30)),
+        ]
+        top = sf.max_eigenvalue(model, (x, y), case.loss)
+    for result in results:
+        agrees(result, oracle.blocks(oracle.hessian))
+        for value in result.values():
+            assert isinstance(value, float) or not (value.requires_grad or value.is_inference())
+    assert top.value == pytest.approx(float(torch.linalg.eigvalsh(oracle.hessian)[-1]), rel=1e-6)
+    assert_untouched(model, before)
+
+
+def test_autocast_in_float32() -> None:
+    """bfloat16 would be off by a percent."""
+    case = BY_NAME["residual"]
+    oracle = case.dense(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = sf.trace(case.model(torch.float32), case.data(torch.float32))
+    agrees(result, oracle.blocks(oracle.hessian), torch.float32)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_train_and_eval_mode_give_the_same(training: bool) -> None:
+    model, data = busy()
+    model.train(training)
+    result = sf.trace(model, data)
+    reference = busy()[0].eval()
+    assert result.total == sf.trace(reference, data).total
+    assert model.training is training
+
+
+def test_results_hold_no_part_of_the_model() -> None:
+    case = BY_NAME["mlp"]
+    model = case.model()
+    result = sf.diagonal(model, case.data())
+    kept = {n: v.clone() for n, v in result.items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert all(torch.equal(kept[n], result[n]) for n in kept)
+
+
+def test_training_goes_on_afterwards() -> None:
+    """A step after a measurement is the step without one."""
+    steps = []
+    for measured in (False, True):
+        model, (x, y) = busy()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(1)
+            loss = nn.functional.cross_entropy(model(x), y)
+            if measured:  # between forward and backward, on purpose
+                sf.trace(model, (x, y))
+            loss.backward()
+            optimizer.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
