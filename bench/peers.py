@@ -84,7 +84,7 @@ def per_sample_trace(problem: Problem, chunk: int) -> Run:
         return outputs(values, x).logsumexp(0)
 
     def run() -> Values:
-        total = {name: torch.zeros((), device=problem.x.device) for name in params}
+        total = {name: problem.x.new_zeros(()) for name in params}
         for x in torch.split(problem.x, chunk):
             with torch.no_grad():
                 p = model(x).softmax(1)

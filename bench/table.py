@@ -28,6 +28,8 @@ pass of the mean cross-entropy over the same data in one batch. saltflat is time
 included; "warm" is a later call that finds the certificate. Peers run at the batch size that was
 fastest for them. The error is Σ|value − exact| / Σ|exact| against float64, over layer traces or
 over the entries of a diagonal; for fewer than 100 probes, the standard error that 100 would have.
+Where an input of a ReLU is all but zero, float32 rounding may take the other side: one such flip in
+a deep network makes an error near 1e-4, for whichever method met it.
 Peak memory is what one run, in a process of its own, adds to what was resident before.
 """
 

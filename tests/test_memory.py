@@ -34,7 +34,7 @@ class Small(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("error", FULL)
+@pytest.mark.parametrize("error", FULL, ids=["cuda", "cpu"])
 @pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("name", ["mlp", "residual", "raw parameters", "mlp Tanh", "segmentation"])
 def test_chunks_are_halved(name: str, room: int, error) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import DataError, InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import JointLoss, Loss, LossLike, resolve
-from saltflat.session import lend
+from saltflat.session import RandomState, lend
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -96,13 +96,26 @@ class Risk:
         self.dtype = _compute_dtype(everything.values(), dtype)
         self.device = next(iter(self.parameters.values())).device
         _check_finite(everything)
+        self._start: RandomState | None = None
 
-    def session(self) -> AbstractContextManager[None]:
-        """The context in which the model may be run; it leaves the model as it was found."""
-        return lend(self.model, {id(p) for p in self.parameters.values()}, self.dtype)
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The context in which the model may be run; it leaves everything as it was found."""
+        self._start = RandomState(self._items, self.device)
+        try:
+            with lend(self.model, {id(p) for p in self.parameters.values()}, self.dtype):
+                yield
+        finally:
+            self._start.restore()
 
     def batches(self) -> Iterator[Batch]:
-        """One pass over the data, each batch on the model's device."""
+        """One pass over the data, each batch on the model's device.
+
+        Random generators are wound back first, so that every pass of a session sees the same
+        samples in the same order, shuffled or not.
+        """
+        assert self._start is not None, "only inside a session"
+        self._start.restore()
         empty = True
         for index, item in enumerate(self._items):
             empty = False
@@ -153,6 +166,8 @@ class Risk:
         def place(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
+            if leaf.is_inference():
+                leaf = leaf.clone()  # autograd cannot save an inference tensor
             floating = self.dtype is not None and leaf.is_floating_point()
             return leaf.to(self.device, self.dtype if floating else None)
 

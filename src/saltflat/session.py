@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class _Snapshot:
-    """Everything of a model (and of the random generators) that a measurement could disturb."""
+    """Everything of a model that a measurement could disturb."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [(m, dict(m.__dict__), _registries(m)) for m in model.modules()]
@@ -28,15 +28,6 @@ class _Snapshot:
             (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()
         ]
         self.buffers = [(b, b.data, b.detach().clone()) for b in model.buffers()]
-        self.devices = sorted(
-            {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-        )
-        self.rng = (
-            torch.get_rng_state(),
-            [torch.cuda.get_rng_state(d) for d in self.devices],
-            random.getstate(),
-            np.random.get_state(),
-        )
 
     def restore(self) -> None:
         for module, attributes, registries in self.modules:
@@ -56,11 +47,39 @@ class _Snapshot:
             if not torch.equal(data, values):
                 with torch.no_grad():
                     data.copy_(values)
-        torch.set_rng_state(self.rng[0])
-        for device, state in zip(self.devices, self.rng[1], strict=True):
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self.rng[2])
-        np.random.set_state(self.rng[3])
+
+
+class RandomState:
+    """The state of the global random generators, and of those that a data loader owns."""
+
+    def __init__(self, data: Any, device: torch.device) -> None:
+        self.device = device
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.python = random.getstate()
+        self.numpy = np.random.get_state()
+        self.own = [(g, g.get_state()) for g in _generators(data)]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        for generator, state in self.own:
+            generator.set_state(state)
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    """The generators of a DataLoader and of its samplers."""
+    found: dict[int, torch.Generator] = {}
+    owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
+    owners.append(getattr(owners[-1], "sampler", None))
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return list(found.values())
 
 
 def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from saltflat.curvature import spectrum
 from saltflat.curvature.certify import GENERIC, UNUSED, Plan, plan_for
 from saltflat.curvature.exact import Certify, Draw, NotCertified, Pass, Quantity, Settings
 from saltflat.curvature.factors import NotAdditive, classify, direction_count
+from saltflat.curvature.memory import halving
 from saltflat.curvature.products import Curvature, Products
 from saltflat.curvature.stochastic import Draws, Estimate, Estimator, Hutchinson, XTrace
 from saltflat.errors import DataError, InvalidType, InvalidValue
@@ -234,9 +235,8 @@ class _Blocks:
             )
         if isinstance(self.risk.loss, Loss | JointLoss):
             return plan
-        few = self._few(first)
+        few, outputs = halving(lambda wanted: self._few(first, wanted), 8)
         with torch.no_grad():
-            outputs = self.risk.forward(few)
             value = scalar(self.risk.loss, outputs, few.targets)
         if not torch.isfinite(value):
             raise DataError(f"The loss is not finite on {few.where}.")
@@ -244,8 +244,8 @@ class _Blocks:
         self.risk.loss = JointLoss(self.risk.loss) if kind is None else kind
         return plan
 
-    def _few(self, first: Batch, wanted: int = 8) -> Batch:
-        """Some samples, of several batches where one has too few."""
+    def _few(self, first: Batch, wanted: int) -> tuple[Batch, Tensor]:
+        """Some samples and their outputs, from several batches where one has too few."""
         gathered = [first.part(0, wanted)]
         if first.size < wanted:
             shapes = [t.shape[1:] for t in tree_leaves(first.inputs) if isinstance(t, Tensor)]
@@ -253,7 +253,9 @@ class _Blocks:
                 leaves = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
                 if [t.shape[1:] for t in leaves] == shapes:
                     gathered.append(batch.part(0, wanted))
-        return join(gathered)
+        with torch.no_grad():
+            outputs = torch.cat([self.risk.forward(batch) for batch in gathered])
+        return join(gathered), outputs
 
     def _give_up_on_samples(self) -> None:
         loss = self.risk.loss

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.curvature.layers import Rows, Use
+from saltflat.curvature.memory import halving
 from saltflat.curvature.record import Recorder
 from saltflat.curvature.terms import Term, combine
+from saltflat.curvature.traits import traits
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
 
@@ -60,9 +62,20 @@ class Plan:
     inputs: int  # input entries of the recorded operations, a sample
     patches: int  # entries of the largest patch matrix, a sample
 
-    def serves(self, uses: Sequence[Use]) -> bool:
+    def serves(self, uses: Sequence[Use], samples: int) -> bool:
         """Whether a forward pass made the calls that this plan was made for."""
-        return signature(uses) == self.signature
+        return signature(uses) == self.signature and all(
+            fits(use, Rows(samples, self.dims[name]))
+            for use in uses
+            for name in use.names.values()
+            if name in self.dims
+        )
+
+
+def fits(use: Use, rows: Rows) -> bool:
+    """Whether a use's input and output can have the samples where `rows` says."""
+    both = rows.fits(use.shape) and rows.fits((*use.input.shape, 1))
+    return both and rows.dim in use.dims
 
 
 def signature(uses: Sequence[Use]) -> Signature:
@@ -80,29 +93,17 @@ def clear_cache() -> None:
 def plan_for(risk: Risk, batch: Batch) -> Plan:
     """The plan for batches like this one, from the cache or by probing its first samples."""
     few = batch.part(0, PROBE_SAMPLES)
-    key = _key(risk, few)
+    key = (_shapes(few), tuple(risk.parameters), risk.dtype, traits(risk.model))
     known = _CACHE.setdefault(risk.model, {})
     if key not in known:
-        known[key] = probe(risk, few)
+        known[key] = halving(lambda size: probe(risk, few.part(0, size)), few.size)
     return known[key]
 
 
-def _key(risk: Risk, batch: Batch) -> Hashable:
-    shapes = tuple(
+def _shapes(batch: Batch) -> Hashable:
+    return batch.size > 1, tuple(
         (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
         for t in tree_leaves(batch.inputs)
-    )
-    structure = tuple(_traits(m) for m in risk.model.modules())
-    return shapes, batch.size > 1, tuple(risk.parameters), risk.dtype, structure
-
-
-def _traits(module: nn.Module) -> Hashable:
-    """What can change a module's behaviour without changing its parameters' names."""
-    plain = (str, int, float, bool, type(None))
-    return type(module), tuple(
-        (name, value if isinstance(value, plain) else id(value))
-        for name, value in module.__dict__.items()
-        if isinstance(value, plain) or callable(value)
     )
 
 
@@ -246,8 +247,7 @@ class _Probe:
         for use, delta in zip(self.uses, self.deltas, strict=True):
             if delta is None or not wanted & set(use.names.values()):
                 continue
-            fits = rows.fits(use.shape) and rows.fits((*use.input.shape, 1))
-            if rows.dim not in use.dims or not fits:
+            if not fits(use, rows):
                 refused |= set(use.names.values())
                 continue
             for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
@@ -284,7 +284,7 @@ class _Probe:
             return True
         edges = [edge for edge, _ in pairs]
         deltas = [delta for _, delta in pairs]
-        directions = [self._normal(delta) for delta in deltas]
+        directions = [self._normal(delta) * self._scale(delta) for delta in deltas]
         try:
             changes = torch.autograd.grad(
                 deltas, edges, directions, retain_graph=True, allow_unused=True
@@ -296,6 +296,15 @@ class _Probe:
                 return False
         return True
 
+    def _scale(self, gradient: Tensor) -> Tensor:
+        """The size of a direction along which the outputs change by about themselves.
+
+        With it, a change of the gradient compares with the gradient whatever the units are.
+        """
+        size = gradient.detach().norm().clamp(min=torch.finfo(gradient.dtype).tiny)
+        scale: Tensor = (self.outputs.detach().norm() / size).clamp(max=1e30)
+        return scale
+
     def _nonlinear(self, parameter: Tensor) -> str | None:
         """Why the outputs are not piecewise linear in one parameter, or None if they are."""
         try:
@@ -304,8 +313,7 @@ class _Probe:
             )
             if not gradient.requires_grad:
                 return None
-            size = parameter.detach().square().mean().sqrt().clamp(min=1e-30)
-            direction = self._normal(gradient) * size
+            direction = self._normal(gradient) * self._scale(gradient)
             (change,) = torch.autograd.grad(
                 gradient, parameter, direction, retain_graph=True, allow_unused=True
             )

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from saltflat.curvature.certify import (
     GENERIC,
-    PROBE_SAMPLES,
     UNUSED,
     Plan,
     channels_last,
@@ -27,6 +26,7 @@ from saltflat.curvature.certify import (
 from saltflat.curvature.factors import Additivity, Factor, factor
 from saltflat.curvature.generic import PerSample
 from saltflat.curvature.layers import Rows, Use
+from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Recorder
 from saltflat.curvature.terms import Explicit, Term, combine
 from saltflat.losses import CustomLoss, Loss
@@ -116,6 +116,8 @@ class Pass:
             if index == 0 and self.settings.certify != "all":
                 self.certified = plan.samples
             self._batch(batch, index, plan)
+        if self._additivity is not None:
+            self._additivity.finish()
         scale = self.normaliser if self.loss.mean else 1.0
         return {name: value / scale for name, value in self.sums.items()}
 
@@ -128,7 +130,7 @@ class Pass:
             try:
                 self._samples(chunk, index, start, plan)
             except RuntimeError as error:
-                if not _out_of_memory(error) or size == 1:
+                if not out_of_memory(error) or size == 1:
                     raise
                 self._size = size // 2
                 if self.risk.device.type == "cuda":
@@ -167,10 +169,8 @@ class Pass:
         if self.settings.certify == "all":
             plan = probe(self.risk, chunk)
             self.certified += plan.samples
-        elif not plan.serves(uses) or self._wakes(plan, outputs):
-            plan = probe(self.risk, chunk.part(0, PROBE_SAMPLES))
-            if not plan.serves(uses):
-                plan = probe(self.risk, chunk)
+        elif not plan.serves(uses, chunk.size) or self._wakes(plan, outputs):
+            plan = probe(self.risk, chunk)
         if plan.coupled or (
             self.must_be_linear and not all(plan.certified[name] for name in self.names)
         ):
@@ -211,6 +211,10 @@ class Pass:
         sign: Tensor | None,
     ) -> None:
         live = [use for use in uses if self.names & set(use.names.values()) & set(plan.dims)]
+        if sign is not None and not aligned(outputs, live, plan, columns[0]):
+            # The model reorders its samples: their signs would meet the wrong ones.
+            plan = probe(self.risk, chunk)
+            live = [use for use in uses if self.names & set(use.names.values()) & set(plan.dims)]
         kept = backward(outputs, live, plan, columns)
         with torch.no_grad():
             terms: dict[str, list[Term]] = {}
@@ -258,6 +262,22 @@ def _dim(use: Use, plan: Plan) -> int:
     return next(plan.dims[name] for name in use.names.values() if name in plan.dims)
 
 
+def aligned(outputs: Tensor, uses: Sequence[Use], plan: Plan, column: Tensor) -> bool:
+    """Whether what arrives at the uses from every other sample stays on that sample's rows."""
+    if not uses or len(outputs) == 1:
+        return True
+    silent = torch.arange(len(outputs), device=outputs.device) % 2 == 1
+    cotangent = torch.where(silent.reshape(-1, *[1] * (outputs.ndim - 1)), 0.0, column)
+    deltas = torch.autograd.grad(
+        outputs, [use.edge for use in uses], cotangent, retain_graph=True, allow_unused=True
+    )
+    for use, delta in zip(uses, deltas, strict=True):
+        rows = Rows(len(outputs), _dim(use, plan))
+        if delta is not None and rows.first(delta)[silent].any():
+            return False
+    return True
+
+
 def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) -> list[Any]:
     """Send directions backwards; for every use, what is to be kept of each, or None if unreached.
 
@@ -273,7 +293,7 @@ def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) 
         try:
             return _all_at_once(outputs, uses, rows, edges, columns)
         except RuntimeError as error:
-            if _out_of_memory(error):
+            if out_of_memory(error):
                 raise
     kept: list[list[Any] | None] = [[] for _ in uses]
     for column in columns:
@@ -301,8 +321,3 @@ def _all_at_once(
             None if delta is None else use.keep_all(delta, row)
             for use, row, delta in zip(uses, rows, deltas, strict=True)
         ]
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text

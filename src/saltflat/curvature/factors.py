@@ -70,8 +70,10 @@ class SoftmaxFactor(Factor):
         """The entry at c and the common factor of the entries below it, 0/0 guarded."""
         safe = (self.rest > 0) & (self.p > 0)
         one = torch.ones_like(self.p)
-        at = (self.p * self.rest / torch.where(safe, self.tail, one)).sqrt()
-        below = (self.p / torch.where(safe, self.rest * self.tail, one)).sqrt()
+        at = (self.p * (self.rest / torch.where(safe, self.tail, one))).sqrt()
+        # One root after the other: the product of two small numbers may underflow.
+        below = (self.p / torch.where(safe, self.tail, one)).sqrt()
+        below = below / torch.where(safe, self.rest, one).sqrt()
         return at.where(safe, 0.0), below.where(safe, 0.0)
 
     def _place(self, class_last: Tensor) -> Tensor:
@@ -249,53 +251,84 @@ class NotAdditive(Exception):
 def classify(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> Loss | None:
     """A user's loss as a mean or a sum over samples, or None if it is neither.
 
-    Compared on perturbed outputs, where accidental agreement would be a coincidence.
+    Compared on mixtures of neighbouring outputs, which keep to the loss's domain and where
+    accidental agreement would be a coincidence.
     """
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
-    shaken = (outputs.detach().double() + 0.1 * noise.to(outputs.device)).to(outputs.dtype)
+    mixed = torch.lerp(outputs.detach(), outputs.detach().roll(1, 0), 0.1)
     for mean in (True, False):
         candidate = CustomLoss(call, mean)
-        if _additive(candidate, shaken, batch):
+        if _adds_up(candidate, Batch(mixed, batch.targets, batch.size, batch.where)):
             return candidate
     return None
 
 
 @final
 class Additivity:
-    """Checks on every chunk that a user's loss is the mean or sum that it was taken for.
+    """Checks that a user's loss is the mean or sum over samples that it was taken for.
 
-    A weighted mean looks like a plain one as long as the weights agree, as they may within a chunk
-    (sorted classes, say). So a few samples of earlier chunks stand beside each new one.
+    On every chunk, and at the end on all samples together (as many as `_GALLERY` entries hold):
+    a weighted mean looks like a plain one as long as the weights agree, as they may within a chunk,
+    and two samples that interact may lie in different ones.
     """
 
     def __init__(self, loss: CustomLoss) -> None:
         self.loss = loss
-        self.anchors: list[Batch] = []  # their inputs are outputs of the model
+        self.gallery: list[Batch] = []  # outputs of the model, with their targets
+        self.entries = 0
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
-        outputs = outputs.detach()
-        here = Batch(outputs, batch.targets, batch.size, batch.where)
-        value = scalar(self.loss.call, outputs, batch.targets)
+        """Look at one chunk."""
+        here = Batch(outputs.detach(), batch.targets, batch.size, batch.where)
+        value = scalar(self.loss.call, here.inputs, here.targets)
         if not torch.isfinite(value):
             raise DataError(f"The loss {self.loss.name} is not finite on {batch.where}.")
-        alike = [a for a in self.anchors if a.inputs.shape[1:] == outputs.shape[1:]]
-        together = join([*alike, here])
-        if together.size > 1 and not _additive(self.loss, together.inputs, together):
+        self._insist(here)
+        alike = not self.gallery or self.gallery[0].inputs.shape[1:] == outputs.shape[1:]
+        if alike and self.entries + outputs.numel() <= _GALLERY:
+            self.gallery.append(here)
+            self.entries += outputs.numel()
+
+    def finish(self) -> None:
+        """Look at all of them together."""
+        if len(self.gallery) > 1:
+            self._insist(join(self.gallery))
+
+    def _insist(self, samples: Batch) -> None:
+        if not (_adds_up(self.loss, samples) and _apart(self.loss, samples)):
             raise NotAdditive
-        if len(self.anchors) < 16:
-            self.anchors.append(here.part(0, 1))
 
 
-def _additive(loss: CustomLoss, outputs: Tensor, batch: Batch) -> bool:
+_GALLERY = 1 << 24
+
+
+def _adds_up(loss: CustomLoss, samples: Batch) -> bool:
     """Whether the whole is the sum of its parts: the first, the last, and the rest in halves."""
-    n = len(outputs)
-    cuts = sorted({0, 1, n // 2, n - 1, n})
+    n, outputs = samples.size, samples.inputs
     with torch.no_grad():
-        whole = float(loss.total(outputs, batch.targets))
+        whole = float(loss.total(outputs, samples.targets))
         parts = [
-            float(loss.total(outputs[a:b], batch.part(a, b).targets)) for a, b in pairwise(cuts)
+            float(loss.total(outputs[a:b], samples.part(a, b).targets))
+            for a, b in pairwise(sorted({0, 1, n // 2, n - 1, n} - {-1}))
         ]
     tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
     scale = max(abs(whole), sum(map(abs, parts)), 1e-300)
     return abs(whole - sum(parts)) <= tolerance * scale
+
+
+def _apart(loss: CustomLoss, samples: Batch) -> bool:
+    """Whether no two samples interact: B z stays where z is, for halves that part every pair.
+
+    Two samples differ in some binary digit of their positions, so log₂ n halves suffice.
+    """
+    n, outputs = samples.size, samples.inputs
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(outputs.shape, generator=generator).to(outputs)
+    index = torch.arange(n, device=outputs.device)
+    for digit in range((n - 1).bit_length()):
+        half = (index >> digit) & 1 == 1
+        shape = (-1, *[1] * (outputs.ndim - 1))
+        product = output_product(loss.total, outputs, samples.targets, z * half.reshape(shape))
+        tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
+        if product[~half].abs().max() > tolerance * product.abs().max():
+            return False
+    return True

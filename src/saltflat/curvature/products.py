@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.factors import output_product
+from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
 from saltflat.errors import DataError, ModelError
 from saltflat.losses import JointLoss, Loss
@@ -44,7 +45,8 @@ class Products:
         """C v, in float64."""
         v = [vector[name].to(p) for name, p in self.parameters.items()]
         try:
-            sums = self._product(v)
+            while (sums := self._attempt(v)) is None:
+                self.chunk //= 2
         except RuntimeError as error:
             if "derivative" in str(error) or "double backward" in str(error):
                 raise ModelError(
@@ -53,6 +55,15 @@ class Products:
                 ) from error
             raise
         return dict(zip(self.parameters, sums, strict=True))
+
+    def _attempt(self, v: list[Tensor]) -> list[Tensor] | None:
+        """The product, or None if memory ran out and chunks can still be halved."""
+        try:
+            return self._product(v)
+        except RuntimeError as error:
+            if not out_of_memory(error) or self.chunk == 1 or self.coupled:
+                raise
+        return None
 
     def _product(self, v: list[Tensor]) -> list[Tensor]:
         if isinstance(self.risk.loss, JointLoss):
@@ -85,7 +96,8 @@ class Products:
             tangents.append(self._forward_product(o, v))
             batches.append(Batch(o.detach(), batch.targets, batch.size, batch.where))
         everything = join(batches)
-        o = torch.cat(outputs).requires_grad_()
+        outputs_seen = torch.cat(outputs)
+        o = outputs_seen.clone().requires_grad_()
         value = loss.value(o, everything.targets)
         if not torch.isfinite(value):
             raise DataError(f"The loss {loss.name} is not finite on all data.")
@@ -96,6 +108,11 @@ class Products:
             rows = slice(start, start + batch.size)
             start += batch.size
             o = self._forward(batch)
+            if not torch.allclose(o.detach(), outputs_seen[rows], rtol=1e-3, atol=1e-6):
+                raise DataError(
+                    f"The data differ between two passes ({batch.where}), so a loss over all "
+                    "samples cannot be measured. Fix their order and any augmentation."
+                )
             _accumulate(sums, self._grad(o, bent[rows]))
             if self.curvature == "hessian":
                 _accumulate(sums, self._twice((slope[rows] * o).sum(), v))

@@ -40,6 +40,9 @@ def largest(
         value = float(apply(vector)[0])
         return value, 0.0, split(vector)
     start = np.random.default_rng(seed).standard_normal(size)
+    start /= np.linalg.norm(start)
+    if not apply(start).any():  # no random vector is in the kernel of anything but zero
+        return 0.0, 0.0, split(start)
     operator = LinearOperator((size, size), matvec=apply, dtype=np.float64)
     values, vectors = eigsh(operator, k=1, which="LA", v0=start, tol=tol)
     value, vector = float(values[0]), vectors[:, 0]

@@ -1,0 +1,28 @@
+"""Running out of memory, and going on with less at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate, on any device."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def halving(call: Callable[[int], Result], size: int) -> Result:
+    """call(size), with half the size each time that memory runs out."""
+    while True:
+        try:
+            return call(size)
+        except RuntimeError as error:
+            if not out_of_memory(error) or size == 1:
+                raise
+        size //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
