@@ -15,19 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class _Snapshot:
     """Everything of a model that a measurement could disturb."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(m, dict(m.__dict__), _registries(m)) for m in model.modules()]
+    def __init__(
+        self, modules: list[nn.Module], parameters: list[nn.Parameter], buffers: list[Tensor]
+    ) -> None:
+        self.modules = [(m, dict(m.__dict__), _registries(m)) for m in modules]
         self.parameters = [
-            (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()
+            (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in parameters
         ]
-        self.buffers = [(b, b.data, b.detach().clone()) for b in model.buffers()]
+        self.buffers = [(b, b.data, b.detach().clone()) for b in buffers]
 
     def restore(self) -> None:
         for module, attributes, registries in self.modules:
@@ -38,10 +40,14 @@ class _Snapshot:
                 registry.clear()
                 registry.update(content)
         for p, data, requires_grad, grad, hooks in self.parameters:
-            p.data = data
-            p.requires_grad_(requires_grad)
-            p.grad = grad
-            p._backward_hooks = hooks
+            if p.data_ptr() != data.data_ptr() or p.dtype != data.dtype:
+                p.data = data
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
+            if p.grad is not grad:
+                p.grad = grad
+            if p._backward_hooks is not hooks:
+                p._backward_hooks = hooks
         for b, data, values in self.buffers:
             b.data = data
             if not torch.equal(data, values):
@@ -94,12 +100,14 @@ def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Ite
     `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the
     floating dtype in which everything is computed.
     """
-    snapshot = _Snapshot(model)
+    modules, parameters = list(model.modules()), list(model.parameters())
+    buffers = list(model.buffers())
+    snapshot = _Snapshot(modules, parameters, buffers)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            for device in {"cpu"} | {p.device.type for p in model.parameters()}:
+            for device in {"cpu"} | {p.device.type for p in parameters}:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             # Fused attention has no second derivative.
@@ -107,31 +115,39 @@ def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Ite
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             # cuDNN's recurrent kernels differentiate neither twice nor in evaluation mode.
-            if any(isinstance(m, nn.RNNBase) for m in model.modules()):
+            if any(isinstance(m, nn.RNNBase) for m in modules):
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            _prepare(model, measured, dtype)
+            _prepare(modules, parameters, buffers, measured, dtype)
             yield
     finally:
         snapshot.restore()
 
 
-def _prepare(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> None:
-    for module in model.modules():
+def _prepare(
+    modules: list[nn.Module],
+    parameters: list[nn.Parameter],
+    buffers: list[Tensor],
+    measured: set[int],
+    dtype: torch.dtype | None,
+) -> None:
+    for module in modules:
         module.training = False
         # Hooks on the backward pass could return something that is not the derivative.
         for hooks in ("_backward_hooks", "_backward_pre_hooks"):
             if module.__dict__.get(hooks):
                 module.__dict__[hooks] = type(module.__dict__[hooks])()
-    for parameter in model.parameters():
-        if dtype is not None and parameter.dtype != dtype and parameter.is_floating_point():
-            parameter.grad = None
-            parameter.data = parameter.data.to(dtype)
-        parameter._backward_hooks = None
-        parameter.requires_grad_(id(parameter) in measured and parameter.is_floating_point())
-    for buffer in model.buffers():
-        if dtype is not None and buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-    for module in model.modules():
         # `max_norm` renormalises the embedding in place, in the forward pass: work on a copy.
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             module.weight.data = module.weight.data.clone()
+    for parameter in parameters:
+        if dtype is not None and parameter.dtype != dtype and parameter.is_floating_point():
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
+        if parameter._backward_hooks is not None:
+            parameter._backward_hooks = None
+        wanted = id(parameter) in measured and parameter.is_floating_point()
+        if parameter.requires_grad != wanted:
+            parameter.requires_grad_(wanted)
+    for buffer in buffers:
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)

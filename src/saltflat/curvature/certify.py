@@ -29,14 +29,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.curvature.layers import Rows, Use
-from saltflat.curvature.memory import halving
+from saltflat.curvature.memory import halving, out_of_memory
 from saltflat.curvature.record import Recorder
 from saltflat.curvature.terms import Term, combine
 from saltflat.curvature.traits import traits
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
 
-PROBE_SAMPLES = 4
 GENERIC = "per-sample"
 UNUSED = "unused"
 
@@ -92,12 +91,17 @@ def clear_cache() -> None:
 
 def plan_for(risk: Risk, batch: Batch) -> Plan:
     """The plan for batches like this one, from the cache or by probing its first samples."""
-    few = batch.part(0, PROBE_SAMPLES)
+    few = batch.part(0, probe_size(batch.size))
     key = (_shapes(few), tuple(risk.parameters), risk.dtype, traits(risk.model))
     known = _CACHE.setdefault(risk.model, {})
     if key not in known:
         known[key] = halving(lambda size: probe(risk, few.part(0, size)), few.size)
     return known[key]
+
+
+def probe_size(samples: int) -> int:
+    """How many samples to probe: a few, and no more than a small share of the work ahead."""
+    return samples if samples <= 4 else min(8, max(2, samples // 32))
 
 
 def _shapes(batch: Batch) -> Hashable:
@@ -171,32 +175,37 @@ class _Probe:
         return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
 
     def _forward(self) -> tuple[Tensor, list[Use]]:
-        """The recorded forward pass, with images laid out channels last if the model bears it."""
-        self.channels_last = self._images()
-        if self.channels_last:
-            try:
-                with Recorder(self.risk.parameters) as recorder:
-                    return self.risk.forward(channels_last(self.batch)), recorder.uses
-            except RuntimeError:
-                self.channels_last = False
         with Recorder(self.risk.parameters) as recorder:
             return self.risk.forward(self.batch), recorder.uses
 
     def _coupled(self, outputs: Tensor) -> bool:
         """Whether samples of a batch depend on each other; an error if they depend on chance."""
         half = self.batch.size // 2
+        part, expected = self.batch.part(half, self.batch.size), outputs[half:]
         with torch.no_grad():
-            alone = self.risk.forward(self.batch.part(half, self.batch.size))
-            if self._close(alone, outputs[half:]):
+            self.channels_last = self._images() and self._gives(channels_last(part), expected)
+            if self.channels_last or self._gives(part, expected):
                 return False
-            again = [self.risk.forward(self.batch) for _ in range(2)]
-        if not self._close(*again):
+            again = self.risk.forward(self.batch)
+        if not self._close(again, outputs):
             raise ModelError(
                 "The model is random in evaluation mode: equal inputs give different outputs, so "
                 "it has no Hessian to measure. Look for dropout called with training=True or noise "
                 "that is not switched off by eval()."
             )
         return True
+
+    def _gives(self, batch: Batch, expected: Tensor) -> bool:
+        """Whether the model gives these outputs for a part of the batch, maybe laid out anew.
+
+        It may refuse: one that makes views of contiguous images, or that needs many samples.
+        """
+        try:
+            return self._close(self.risk.forward(batch), expected)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and out_of_memory(error):
+                raise
+            return False
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-10 if a.dtype == torch.float64 else 1e-3
@@ -224,21 +233,25 @@ class _Probe:
         gradients = dict(zip(self.risk.parameters, truth, strict=True))
         rules = {name: UNUSED if g is None else GENERIC for name, g in gradients.items()}
         dims: dict[str, int] = {}
-        open_ = {name: g for name, g in gradients.items() if g is not None and g.any()}
+        sizes = {name: _largest(g) for name, g in gradients.items() if g is not None}
+        open_ = {name for name, size in sizes.items() if size > 0}
         for dim in (0, 1):
             with torch.no_grad():
-                offers = self._offers(Rows(self.batch.size, dim), set(open_))
+                offers = self._offers(Rows(self.batch.size, dim), open_)
                 for name, terms in offers.items():
                     value = combine([term for _, term in terms]).weighted(weights)
-                    if value.shape == open_[name].shape and self._agrees(value, open_[name]):
+                    gradient = gradients[name]
+                    assert gradient is not None
+                    if value.shape != gradient.shape:
+                        continue
+                    if _largest(value - gradient) <= self._tolerance(gradient) * sizes[name]:
                         rules[name], dims[name] = terms[0][0].rule, dim
-                        del open_[name]
+                        open_.discard(name)
         return rules, dims
 
-    def _agrees(self, a: Tensor, b: Tensor) -> bool:
-        reduced = b.device.type == "cuda" and torch.backends.cudnn.allow_tf32
-        tolerance = 1e-9 if b.dtype == torch.float64 else 1e-2 if reduced else 1e-3
-        return bool((a - b).abs().max() <= tolerance * b.abs().max())
+    def _tolerance(self, like: Tensor) -> float:
+        reduced = like.device.type == "cuda" and torch.backends.cudnn.allow_tf32
+        return 1e-9 if like.dtype == torch.float64 else 1e-2 if reduced else 1e-3
 
     def _offers(self, rows: Rows, wanted: set[str]) -> dict[str, list[tuple[Use, Term]]]:
         """What the uses of the wanted parameters make of the deltas, with samples along `rows`."""
@@ -324,8 +337,12 @@ class _Probe:
         return "outputs are not piecewise linear in it"
 
 
+def _largest(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, ord=float("inf")))
+
+
 def _negligible(change: Tensor, scale: Tensor) -> bool:
-    return bool(change.abs().max() <= 16 * torch.finfo(change.dtype).eps * scale.abs().max())
+    return _largest(change) <= 16 * torch.finfo(change.dtype).eps * _largest(scale)
 
 
 def _patch_entries(use: Use) -> int:

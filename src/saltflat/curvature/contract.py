@@ -100,7 +100,12 @@ def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
 
 def _diagonal_single(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     deltas = _weighted(stack(left).square(), sign)[..., 0]  # (n, g, a)
-    return torch.einsum("nga,ngb->gab", deltas, right[..., 0].square())
+    if right.shape[1] > 1:
+        return torch.einsum("nga,ngb->gab", deltas, right[..., 0].square())
+    result = right.new_zeros(deltas.shape[2], right.shape[2])
+    for rows in _row_blocks(right, 4 * right.shape[2]):  # squares stay in the cache
+        result.addmm_(deltas[rows, 0].mT, right[rows, 0, :, 0].square())
+    return result.unsqueeze(0)
 
 
 def _diagonal_pairs(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:

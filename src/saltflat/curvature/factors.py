@@ -53,61 +53,65 @@ class SoftmaxFactor(Factor):
 
     def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
         logits, _ = loss.class_last(outputs, targets)
-        p = logits.double().softmax(-1)
-        suffix = p.flip(-1).cumsum(-1).flip(-1)
-        self.p = p
-        self.rest = torch.cat([suffix[..., 1:], torch.zeros_like(p[..., :1])], -1)
-        self.tail = p + self.rest
-        self.root = loss.scale(outputs, targets).sqrt()  # (n, positions…)
-        self.like = outputs
-        self.shape = logits.shape
-        self.dim = loss.dim(outputs, targets)
-        self.classes = logits.shape[-1]
-        self.positions = p[0, ..., 0].numel()
+        self.like, self.shape, self.dim = outputs, logits.shape, loss.dim(outputs, targets)
+        n, self.classes = len(outputs), logits.shape[-1]
+        # Samples last, (positions, K, n): what runs over classes is then done for all of them.
+        flat = logits.double().reshape(n, -1, self.classes).permute(1, 2, 0).contiguous()
+        self.positions = len(flat)
         self.count = self.positions * (self.classes - 1)
+        self.p = flat.softmax(1)
+        rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
+        root = loss.scale(outputs, targets).sqrt().reshape(n, 1, -1).permute(2, 1, 0)
+        at, below = self._columns(self.p[:, :-1], rest, root)
+        # Entries below c are p_j · below_c ≤ 1 though below_c alone may be beyond float32's range;
+        # there p_j is 0 in float32, so a bound on below_c changes nothing.
+        self.p, self.at = self.p.to(outputs.dtype), at.to(outputs.dtype)
+        self.below = below.clamp(max=1e30).to(outputs.dtype) if self._narrow() else below
 
-    def _head(self) -> tuple[Tensor, Tensor]:
-        """The entry at c and the common factor of the entries below it, 0/0 guarded."""
-        safe = (self.rest > 0) & (self.p > 0)
-        one = torch.ones_like(self.p)
-        at = (self.p * (self.rest / torch.where(safe, self.tail, one))).sqrt()
-        # One root after the other: the product of two small numbers may underflow.
-        below = (self.p / torch.where(safe, self.tail, one)).sqrt()
-        below = below / torch.where(safe, self.rest, one).sqrt()
+    def _narrow(self) -> bool:
+        return self.like.dtype != torch.float64
+
+    @staticmethod
+    def _columns(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+        """The entry at c and the common factor of those below it; 0/0 of a saturated softmax is 0.
+
+        One root after the other: the product of two small numbers may underflow.
+        """
+        safe = (rest > 0) & (p > 0)
+        tail = torch.where(safe, p + rest, 1.0)
+        at = (p * (rest / tail)).sqrt() * root
+        below = (p / tail).sqrt() / torch.where(safe, rest, 1.0).sqrt() * root
         return at.where(safe, 0.0), below.where(safe, 0.0)
 
-    def _place(self, class_last: Tensor) -> Tensor:
-        dims = class_last.ndim - self.like.ndim
-        return class_last.movedim(-1, self.dim + dims).to(self.like.dtype)
+    def _place(self, values: Tensor) -> Tensor:
+        """(D, positions, K, n) as directions in the outputs' own layout."""
+        directions = values.permute(0, 3, 1, 2)
+        placed = directions.reshape(len(values), *self.shape).movedim(-1, self.dim + 1)
+        return placed.contiguous()
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        at, below = self._head()
-        n, k, count = len(self.p), self.classes, stop - start
         index = torch.arange(start, stop, device=self.p.device)
-        where, which = index // (k - 1), index % (k - 1)
-        root = self.root.unsqueeze(-1)
-        p, at, below = (
-            t.reshape(n, self.positions, k).permute(1, 2, 0)
-            for t in (self.p, at * root, below * root)
-        )  # (positions, K, n)
-        lower = torch.arange(k, device=p.device) > which[:, None]
-        values = p[where].mul_(below[where, which][:, None]).mul_(-lower.to(p)[:, :, None])
-        values[torch.arange(count, device=p.device), which] = at[where, which]
-        values = values.mT  # (D, n, K)
-        if self.positions > 1:
-            spread = values.new_zeros(count, n, self.positions, k)
-            spread[torch.arange(count, device=p.device), :, where] = values
-            values = spread
-        return self._place(values.reshape(count, *self.shape)), None
+        where, which = index // (self.classes - 1), index % (self.classes - 1)
+        every = torch.arange(self.classes, device=self.p.device)
+        lower = (every > which[:, None]).to(self.p).neg_().unsqueeze(-1)  # (D, K, 1)
+        if self.positions == 1:
+            values = (self.p * self.below[0, start:stop, None]).mul_(lower)
+            torch.diagonal(values, start, 0, 1).copy_(self.at[0, start:stop].T)
+            return self._place(values.unsqueeze(1)), None
+        values = self.p[where] * self.below[where, which].unsqueeze(1) * lower
+        rows = torch.arange(len(index), device=index.device)
+        values[rows, which] = self.at[where, which]
+        spread = values.new_zeros(len(index), self.positions, *values.shape[1:])
+        spread[rows, where] = values
+        return self._place(spread), None
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        at, below = self._head()
-        signs = noise.movedim(self.dim, -1).to(self.p)
-        weighted = signs * below
-        zero = torch.zeros_like(weighted[..., :1])
-        before = torch.cat([zero, weighted.cumsum(-1)[..., :-1]], -1)  # Σ_{c<j}
-        mixed = (signs * at - self.p * before) * self.root.unsqueeze(-1)
-        return self._place(mixed.unsqueeze(0)), None
+        flat = noise.movedim(self.dim, -1).reshape(len(noise), -1, self.classes)
+        signs = flat.permute(1, 2, 0).to(self.p)[:, :-1]
+        zero = torch.zeros_like(self.p[:, :1])
+        before = torch.cat([zero, (signs * self.below).cumsum(1)], 1)  # Σ_{c<j}
+        own = torch.cat([signs * self.at, zero], 1)
+        return self._place((own - self.p * before).unsqueeze(0)), None
 
 
 @final

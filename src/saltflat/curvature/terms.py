@@ -53,6 +53,12 @@ class Explicit(Term):
     def gradient(self) -> Tensor:
         return self.values
 
+    def trace(self, sign: Tensor | None) -> Tensor:
+        if sign is None:
+            norm: Tensor = torch.linalg.vector_norm(self.values)
+            return norm.double().square()
+        return self.diagonal(sign).sum(dtype=torch.float64)
+
 
 @final
 @dataclass(frozen=True, slots=True)

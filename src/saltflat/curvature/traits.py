@@ -15,19 +15,24 @@ from torch import Tensor, nn
 
 _PLAIN = (str, int, float, bool, complex, bytes, type(None), type)
 _DEPTH = 3
-_SKIPPED = {"training", "_parameters", "_buffers", "_modules"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# What every module has; of it only the hooks can change the function.
+_COMMON = frozenset(vars(nn.Module()))
 
 
 def traits(model: nn.Module) -> Hashable:
     """A key that is equal while the model computes the same function of its parameters."""
     seen: dict[int, Hashable] = {}
-    return tuple(
-        (
-            type(module),
-            *((k, _trait(v, seen, 0)) for k, v in vars(module).items() if k not in _SKIPPED),
-        )
-        for module in model.modules()
-    )
+    found: list[Hashable] = []
+    for module in model.modules():
+        attributes = vars(module)
+        found.append(str(type(module)))
+        for name in sorted(attributes.keys() - _COMMON):
+            found.append((name, _trait(attributes[name], seen, 0)))
+        for name in _HOOKS:
+            if attributes[name]:
+                found.append((name, _trait(attributes[name], seen, 0)))
+    return tuple(found)
 
 
 @final
