@@ -147,7 +147,7 @@ class CrossEntropy(Loss):
         if targets.is_floating_point():
             _check_shape(outputs, targets, self.name, where)
             return
-        if targets.dtype not in (torch.int64, torch.uint8):
+        if targets.dtype != torch.int64:
             raise DataError(
                 f"Class targets must be int64. Got {targets.dtype} in {where}; "
                 "convert them with targets.long()."
@@ -260,7 +260,7 @@ class NormalizedCrossEntropy(Loss):
         return F.cross_entropy(scaled, targets, reduction="sum")
 
     def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
-        return float(targets.numel())
+        return CrossEntropy().normaliser(outputs, targets)
 
     def check(self, outputs: Tensor, targets: Any, where: str) -> None:
         CrossEntropy().check(outputs, targets, where)
@@ -302,6 +302,13 @@ class JointLoss:
 
     def value(self, outputs: Tensor, targets: Any) -> Tensor:
         return scalar(self.call, outputs, targets)
+
+
+def divisor(loss: Loss, normaliser: float) -> float:
+    """What the sum over all samples is divided by."""
+    if loss.mean and normaliser == 0.0:
+        raise DataError(f"The loss {loss.name} has nothing to average: all targets are ignored.")
+    return normaliser if loss.mean else 1.0
 
 
 def describe(call: Callable[..., Any]) -> str:

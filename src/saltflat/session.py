@@ -94,6 +94,21 @@ def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Switch TensorFloat-32 off: three digits are too few to compare two computations by."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
 def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Iterator[None]:
     """Put the model into the state in which it is measured; undo it on the way out.
 

@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature import spectrum
 from saltflat.curvature.certify import GENERIC, UNUSED, Plan, plan_for
-from saltflat.curvature.exact import Certify, Draw, NotCertified, Pass, Quantity, Settings
+from saltflat.curvature.exact import (
+    Certify,
+    Draw,
+    NotCertified,
+    Pass,
+    Quantity,
+    Settings,
+    TooManyDirections,
+)
 from saltflat.curvature.factors import NotAdditive, classify, direction_count
 from saltflat.curvature.memory import halving
 from saltflat.curvature.products import Curvature, Products
@@ -130,10 +138,14 @@ def max_eigenvalue(
     settings = _settings(1000, memory_budget, "sample")
     blocks = _Blocks(risk, "trace", curvature, Hutchinson(), settings)
     with risk.session():
-        value, residual, vector = spectrum.largest(
-            blocks.products(list(risk.parameters)), risk.parameters, tol, seed
-        )
-    return Eigenvalue(value, residual, vector, curvature)
+        while True:
+            product = blocks.products(list(risk.parameters))
+            try:
+                found = spectrum.largest(product, risk.parameters, tol, seed)
+            except NotAdditive:
+                blocks.give_up_on_samples()
+                continue
+            return Eigenvalue(*found, curvature)
 
 
 def _settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:
@@ -209,7 +221,7 @@ class _Blocks:
                 except NotCertified as other:
                     plan = _weaker(plan, other.plan)
                 except NotAdditive:
-                    self._give_up_on_samples()
+                    self.give_up_on_samples()
                 stream = self.risk.batches()
 
     def products(self, names: Sequence[str]) -> Products:
@@ -226,10 +238,12 @@ class _Blocks:
 
     def _start(self, first: Batch) -> Plan:
         """Probe the model on the first batch, and the loss where it is a user's own."""
-        plan = plan_for(self.risk, first)
+        # One sample alone does not show whether samples depend on each other.
+        plan = plan_for(self.risk, first if first.size > 1 else self._gather(first, 4))
         if self.settings.certify == "none":
             plan = replace(
                 plan,
+                samples=0,
                 certified=dict.fromkeys(plan.certified, False),
                 reasons=dict.fromkeys(plan.reasons, "no certificate was asked for"),
             )
@@ -245,7 +259,13 @@ class _Blocks:
         return plan
 
     def _few(self, first: Batch, wanted: int) -> tuple[Batch, Tensor]:
-        """Some samples and their outputs, from several batches where one has too few."""
+        """Some samples and their outputs."""
+        few = self._gather(first, wanted)
+        with torch.no_grad():
+            return few, self.risk.forward(few)
+
+    def _gather(self, first: Batch, wanted: int) -> Batch:
+        """Some samples, from several batches where one has too few."""
         gathered = [first.part(0, wanted)]
         if first.size < wanted:
             shapes = [t.shape[1:] for t in tree_leaves(first.inputs) if isinstance(t, Tensor)]
@@ -253,11 +273,10 @@ class _Blocks:
                 leaves = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
                 if [t.shape[1:] for t in leaves] == shapes:
                     gathered.append(batch.part(0, wanted))
-        with torch.no_grad():
-            outputs = torch.cat([self.risk.forward(batch) for batch in gathered])
-        return join(gathered), outputs
+        return join(gathered).part(0, wanted)
 
-    def _give_up_on_samples(self) -> None:
+    def give_up_on_samples(self) -> None:
+        """Take the loss for one that only all samples together have."""
         loss = self.risk.loss
         assert isinstance(loss, CustomLoss)
         self.risk.loss = JointLoss(loss.call)
@@ -280,6 +299,8 @@ class _Blocks:
             self._probe(found, rest, plan)
         found.entries = {name: found.entries[name] for name in names}
         found.certificate = Certificate(samples, dict(plan.certified), dict(plan.reasons))
+        if _reduced_precision(self.risk.device):
+            self.notes.append("TensorFloat-32 is on: about three digits of every value are right")
         found.notes = tuple(self.notes)
         return found
 
@@ -297,11 +318,14 @@ class _Blocks:
         assert isinstance(self.risk.loss, Loss)
         like = torch.empty(first.size, *plan.outputs, device="meta")
         count = direction_count(self.risk.loss, like, first.targets)
-        if count > self.settings.max_directions:
-            self._sketch(found, names, plan, count)
-            return plan.samples
         sweep = Pass(self.risk, names, self.quantity, self.settings, must_be_linear=linear)
-        values = sweep.run(stream)
+        try:
+            if count > self.settings.max_directions:
+                raise TooManyDirections(count)
+            values = sweep.run(stream)
+        except TooManyDirections as many:
+            self._sketch(found, names, plan, many.count)
+            return plan.samples
         self._check_finite(values)
         for name, value in values.items():
             value = value.cpu()
@@ -356,7 +380,9 @@ class _Blocks:
         for name, rule in rules.items():
             value, stderr = estimate.values[name].cpu(), estimate.stderr[name].cpu()
             written = name in estimate.exact
-            reason = reasons[name] + ("; small enough to be written out" if written else "")
+            reason = reasons[name] + (
+                "; products with few vectors give all of it" if written else ""
+            )
             found.entries[name] = _Entry(value, written, stderr, rule, reason)
         found.total += estimate.total
         found.stderr = (found.stderr**2 + estimate.total_stderr**2) ** 0.5
@@ -372,6 +398,11 @@ class _Blocks:
                     f"The curvature of {name!r} is NaN or infinite: activations overflow or the "
                     "inputs are not finite. Measure in a wider dtype (dtype=torch.float64)."
                 )
+
+
+def _reduced_precision(device: torch.device) -> bool:
+    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    return device.type == "cuda" and tf32
 
 
 def _weaker(a: Plan, b: Plan) -> Plan:

@@ -20,7 +20,7 @@ where that vanishes, every network would pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from saltflat.curvature.terms import Term, combine
 from saltflat.curvature.traits import traits
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
+from saltflat.session import full_precision
 
 GENERIC = "per-sample"
 UNUSED = "unused"
@@ -52,6 +53,7 @@ class Plan:
     dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
     certified: Mapping[str, bool]
     reasons: Mapping[str, str]
+    unseen: frozenset[str]  # parameters with no gradient on the probed samples: nothing is known
     signature: Signature
     channels_last: bool
     width: int  # bytes of an output entry
@@ -94,9 +96,19 @@ def plan_for(risk: Risk, batch: Batch) -> Plan:
     few = batch.part(0, probe_size(batch.size))
     key = (_shapes(few), tuple(risk.parameters), risk.dtype, traits(risk.model))
     known = _CACHE.setdefault(risk.model, {})
-    if key not in known:
-        known[key] = halving(lambda size: probe(risk, few.part(0, size)), few.size)
-    return known[key]
+    if key in known:
+        return known[key]
+    plan = halving(lambda size: probe(risk, few.part(0, size)), few.size)
+    size = few.size
+    while plan.unseen and size < min(batch.size, _ENOUGH):
+        size *= 4
+        plan = halving(lambda most: probe(risk, batch.part(0, most)), min(size, batch.size))
+    if not plan.unseen:
+        known[key] = plan
+    return plan
+
+
+_ENOUGH = 32  # samples to look through for one that moves every parameter
 
 
 def probe_size(samples: int) -> int:
@@ -123,13 +135,15 @@ def channels_last(batch: Batch) -> Batch:
 
 def probe(risk: Risk, batch: Batch) -> Plan:
     """Probe the model on all samples of a (small) batch."""
-    return _Probe(risk, batch).plan()
+    with full_precision(risk.device):
+        return _Probe(risk, batch).plan()
 
 
 class _Probe:
     def __init__(self, risk: Risk, batch: Batch) -> None:
         self.risk, self.batch = risk, batch
-        self.generator = torch.Generator().manual_seed(20_210_618)
+        self.unseen: frozenset[str] = frozenset()
+        self.generator = torch.Generator(risk.device).manual_seed(20_210_618)
 
     def plan(self) -> Plan:
         outputs, self.uses = self._forward()
@@ -152,6 +166,7 @@ class _Probe:
             dims=dims,
             certified=linear,
             reasons=reasons,
+            unseen=self.unseen,
             signature=signature(self.uses),
             channels_last=self.channels_last,
             width=outputs.element_size(),
@@ -163,8 +178,9 @@ class _Probe:
         )
 
     def _normal(self, like: Tensor) -> Tensor:
-        noise = torch.randn(like.shape, generator=self.generator)
-        return noise.to(like)
+        return torch.randn(
+            like.shape, generator=self.generator, device=like.device, dtype=like.dtype
+        )
 
     def _images(self) -> bool:
         """Whether there are images on a CPU, whose convolutions are faster channels last.
@@ -175,8 +191,10 @@ class _Probe:
         return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
 
     def _forward(self) -> tuple[Tensor, list[Use]]:
-        with Recorder(self.risk.parameters) as recorder:
-            return self.risk.forward(self.batch), recorder.uses
+        with Recorder(self.risk.parameters, sizes=True) as recorder:
+            outputs = self.risk.forward(self.batch)
+        self.sizes = recorder.sizes or []
+        return outputs, recorder.uses
 
     def _coupled(self, outputs: Tensor) -> bool:
         """Whether samples of a batch depend on each other; an error if they depend on chance."""
@@ -235,6 +253,7 @@ class _Probe:
         dims: dict[str, int] = {}
         sizes = {name: _largest(g) for name, g in gradients.items() if g is not None}
         open_ = {name for name, size in sizes.items() if size > 0}
+        self.unseen = frozenset(sizes) - open_
         for dim in (0, 1):
             with torch.no_grad():
                 offers = self._offers(Rows(self.batch.size, dim), open_)
@@ -250,8 +269,7 @@ class _Probe:
         return rules, dims
 
     def _tolerance(self, like: Tensor) -> float:
-        reduced = like.device.type == "cuda" and torch.backends.cudnn.allow_tf32
-        return 1e-9 if like.dtype == torch.float64 else 1e-2 if reduced else 1e-3
+        return 1e-9 if like.dtype == torch.float64 else 1e-3
 
     def _offers(self, rows: Rows, wanted: set[str]) -> dict[str, list[tuple[Use, Term]]]:
         """What the uses of the wanted parameters make of the deltas, with samples along `rows`."""
@@ -289,15 +307,15 @@ class _Probe:
     def _all_linear(self) -> bool:
         """Whether no δ changes with any recorded output."""
         pairs = [
-            (use.edge, delta)
-            for use, delta in zip(self.uses, self.deltas, strict=True)
+            (use.edge, delta, size)
+            for use, delta, size in zip(self.uses, self.deltas, self.sizes, strict=True)
             if delta is not None and delta.requires_grad
         ]
         if not pairs:
             return True
-        edges = [edge for edge, _ in pairs]
-        deltas = [delta for _, delta in pairs]
-        directions = [self._normal(delta) * self._scale(delta) for delta in deltas]
+        edges = [edge for edge, _, _ in pairs]
+        deltas = [delta for _, delta, _ in pairs]
+        directions = [self._normal(d) * self._scale(d, size) for _, d, size in pairs]
         try:
             changes = torch.autograd.grad(
                 deltas, edges, directions, retain_graph=True, allow_unused=True
@@ -309,14 +327,15 @@ class _Probe:
                 return False
         return True
 
-    def _scale(self, gradient: Tensor) -> Tensor:
-        """The size of a direction along which the outputs change by about themselves.
+    def _scale(self, gradient: Tensor, size: Tensor) -> Tensor:
+        """The size of a direction, so large that a change of the gradient along it would show.
 
-        With it, a change of the gradient compares with the gradient whatever the units are.
+        At least that of the thing itself, and of what changes the outputs by about themselves;
+        at least 1, since both can vanish (a network that is zero at its start).
         """
-        size = gradient.detach().norm().clamp(min=torch.finfo(gradient.dtype).tiny)
-        scale: Tensor = (self.outputs.detach().norm() / size).clamp(max=1e30)
-        return scale
+        tiny = torch.finfo(gradient.dtype).tiny
+        ratio = self.outputs.detach().norm() / gradient.detach().norm().clamp(min=tiny)
+        return torch.maximum(size, ratio.clamp(max=1e30)).clamp(min=1.0)
 
     def _nonlinear(self, parameter: Tensor) -> str | None:
         """Why the outputs are not piecewise linear in one parameter, or None if they are."""
@@ -326,7 +345,8 @@ class _Probe:
             )
             if not gradient.requires_grad:
                 return None
-            direction = self._normal(gradient) * self._scale(gradient)
+            size = parameter.detach().square().mean().sqrt()
+            direction = self._normal(gradient) * self._scale(gradient, size)
             (change,) = torch.autograd.grad(
                 gradient, parameter, direction, retain_graph=True, allow_unused=True
             )
@@ -355,9 +375,3 @@ def _patch_entries(use: Use) -> int:
     positions = use.shape[2:].numel() if use.rule == "conv" else use.input.shape[2:].numel()
     channels = use.input.shape[1] if use.rule == "conv" else use.shape[1]
     return int(use.shape[0] * channels * taps * positions)
-
-
-def chunks(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch in parts of at most `size` samples."""
-    for start in range(0, batch.size, size):
-        yield batch.part(start, start + size)

@@ -198,16 +198,19 @@ def direction_count(loss: Loss, outputs: Tensor, targets: Any) -> int:
     return entries
 
 
-def factor(loss: Loss, outputs: Tensor, batch: Batch, most: int) -> Factor:
-    """The factor of the (unnormalised) output Hessian; dense ones only up to `most` directions."""
+def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Factor:
+    """The factor of the (unnormalised) output Hessian, for its columns or to be sketched."""
     outputs = outputs.detach()
     if isinstance(loss, CrossEntropy):
         return SoftmaxFactor(loss, outputs, batch.targets)
     if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
-    if outputs[0].numel() > most:
+    if sketched:
         return ProductFactor(loss, outputs, batch.targets)
-    hessian = output_hessian(loss, outputs, batch)
+    try:
+        hessian = output_hessian(loss, outputs, batch, torch.float64)
+    except RuntimeError:  # the loss holds tensors of another dtype
+        hessian = output_hessian(loss, outputs, batch, outputs.dtype)
     if not torch.isfinite(hessian).all():
         raise DataError(
             f"The second derivative of the loss {loss.name} is not finite on {batch.where}."
@@ -227,14 +230,14 @@ def output_product(
     return torch.zeros_like(outputs) if product is None else product
 
 
-def output_hessian(loss: Loss, outputs: Tensor, batch: Batch) -> Tensor:
-    """(n, M, M) Hessians of the samples' losses in their M outputs, in float64.
+def output_hessian(loss: Loss, outputs: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """(n, M, M) Hessians of the samples' losses in their M outputs.
 
     The samples do not interact, so one product gives one column of every sample's Hessian.
     """
-    wide = outputs.double()
+    wide = outputs.to(dtype)
     targets = tree_map(
-        lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t,
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
         batch.targets,
     )
     size = outputs[0].numel()
@@ -258,6 +261,8 @@ def classify(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> Loss
     Compared on mixtures of neighbouring outputs, which keep to the loss's domain and where
     accidental agreement would be a coincidence.
     """
+    if batch.size == 1:  # a mean and a sum differ only from two samples on
+        batch, outputs = join([batch, batch]), torch.cat([outputs, outputs])
     mixed = torch.lerp(outputs.detach(), outputs.detach().roll(1, 0), 0.1)
     for mean in (True, False):
         candidate = CustomLoss(call, mean)

@@ -13,11 +13,11 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.factors import output_product
+from saltflat.curvature.factors import Additivity, output_product
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
 from saltflat.errors import DataError, ModelError
-from saltflat.losses import JointLoss, Loss
+from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch, Risk, join
 
 Curvature = Literal["hessian", "ggn"]
@@ -40,6 +40,8 @@ class Products:
         self.risk, self.curvature, self.coupled = risk, curvature, coupled
         self.parameters = {name: risk.parameters[name] for name in names}
         self.chunk = chunk
+        # A user's loss is checked on the first pass over the data.
+        self._unchecked = isinstance(risk.loss, CustomLoss)
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
@@ -72,8 +74,13 @@ class Products:
         assert isinstance(loss, Loss)
         sums = self._zeros()
         normaliser = 0.0
+        additivity = None
+        if self._unchecked and isinstance(loss, CustomLoss):
+            additivity = Additivity(loss)
         for batch in self._chunks():
             outputs = self._forward(batch)
+            if additivity is not None:
+                additivity.check(outputs, batch)
             normaliser += loss.normaliser(outputs, batch.targets)
             if self.curvature == "hessian":
                 total = loss.total(outputs, batch.targets)
@@ -85,8 +92,10 @@ class Products:
                 bent = output_product(loss.total, outputs, batch.targets, tangent)
                 parts = self._grad(outputs, bent)
             _accumulate(sums, parts)
-        scale = normaliser if loss.mean else 1.0
-        return [s / scale for s in sums]
+        if additivity is not None:
+            additivity.finish()
+            self._unchecked = False
+        return [s / divisor(loss, normaliser) for s in sums]
 
     def _joint(self, loss: JointLoss, v: list[Tensor]) -> list[Tensor]:
         outputs, tangents, batches = [], [], []

@@ -37,8 +37,9 @@ Builder = Callable[[Names, Arguments, Tensor], Use | None]
 class Recorder(TorchFunctionMode):
     """Context manager around a forward pass; afterwards `uses` holds what was seen, in order."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], sizes: bool = False) -> None:
         super().__init__()
+        self.sizes: list[Tensor] | None = [] if sizes else None  # of the outputs, on demand
         self.names = {id(p): name for name, p in parameters.items()}
         self.uses: list[Use] = []
 
@@ -57,6 +58,8 @@ class Recorder(TorchFunctionMode):
             use = build(self.names, bound, output)
             if use is not None:
                 self.uses.append(use)
+                if self.sizes is not None:
+                    self.sizes.append(output.detach().square().mean().sqrt())
         return output
 
 

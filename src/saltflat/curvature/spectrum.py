@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidValue, SaltflatError
 
 Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -44,7 +44,12 @@ def largest(
     if not apply(start).any():  # no random vector is in the kernel of anything but zero
         return 0.0, 0.0, split(start)
     operator = LinearOperator((size, size), matvec=apply, dtype=np.float64)
-    values, vectors = eigsh(operator, k=1, which="LA", v0=start, tol=tol)
+    try:
+        values, vectors = eigsh(operator, k=1, which="LA", v0=start, tol=tol)
+    except ArpackNoConvergence as error:
+        raise SaltflatError(
+            f"The largest eigenvalue did not converge to tol={tol:g}. Pass a larger tol."
+        ) from error
     value, vector = float(values[0]), vectors[:, 0]
     residual = float(np.linalg.norm(apply(vector) - value * vector))
     return value, residual, split(vector)

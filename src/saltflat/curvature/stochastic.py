@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[torch.Size, torch.device]]
 class Estimate:
     """Means over draws with standard errors; `total` is the sum over all names.
 
-    Blocks in `exact` were small enough to be written out instead.
+    Blocks in `exact` were small, or of so low a rank, that nothing had to be estimated.
     """
 
     values: dict[str, Tensor]
@@ -140,8 +140,8 @@ class XTrace:
             values[name], stderr[name] = self._block(block, shape, device, generator)
         total = float(sum(float(v) for v in values.values()))
         error = sqrt(sum(float(e) ** 2 for e in stderr.values()))
-        small = frozenset(n for n, (shape, _) in shapes.items() if self._writes_out(shape))
-        return Estimate(values, stderr, total, error, small)
+        known = frozenset(name for name, e in stderr.items() if float(e) == 0.0)
+        return Estimate(values, stderr, total, error, known)
 
     def _writes_out(self, shape: torch.Size) -> bool:
         """Whether the whole block costs no more products than its estimate."""
@@ -166,10 +166,14 @@ class XTrace:
         images = block(probes)
         q, r = torch.linalg.qr(images)
         bent = block(q)
+        inner = q.mT @ bent
+        if int(torch.linalg.matrix_rank(r)) < half:
+            # The probes span all that the block acts on, so nothing is left to estimate.
+            exact = inner.trace()
+            return exact, torch.zeros_like(exact)
         # Columns s_i: leaving probe i out of the basis removes the direction q s_i.
         inverse = torch.linalg.pinv(r).mT
         s = inverse / torch.linalg.vector_norm(inverse, dim=0).clamp(min=1e-300)
-        inner = q.mT @ bent
         coordinates = q.mT @ probes
         coordinates = coordinates - s * (s * coordinates).sum(0)  # onto the reduced basis
         rest = probes - q @ coordinates

@@ -106,6 +106,12 @@ class Lookup(Term):
             written.append(rows.scatter_add_(1, at.expand_as(delta), delta * kept))
         return torch.stack(written)
 
+    def weighted(self, weights: Tensor) -> Tensor:
+        kept = (self.index >= 0).unsqueeze(-1)
+        rows = (self.deltas[0] * kept * weights[:, None, None]).flatten(0, 1)
+        result = rows.new_zeros(self.rows, rows.shape[-1])
+        return result.index_add_(0, self.index.clamp(min=0).flatten(), rows)
+
     def trace(self, sign: Tensor | None) -> Tensor:
         return self._squares(sign).sum(dtype=torch.float64)
 
