@@ -24,6 +24,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tf32", action="store_true", help="on CUDA, allow tf32")
     parser.add_argument("--repeats", type=int, default=7, help="rounds of timing")
     parser.add_argument("--full", action="store_true", help="run slow peers in full, not scaled")
+    parser.add_argument("--no-peers", action="store_true", help="saltflat and the gradient alone")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak memory")
     parser.add_argument("--out", type=Path, default=None, help="folder for the Markdown and JSON")
     return parser.parse_args()
@@ -46,6 +47,7 @@ def main() -> None:
         tf32=options.tf32,
         memory=not options.no_memory,
         full=options.full,
+        peers=not options.no_peers,
     )
     console = Console()
     if not console.is_terminal:

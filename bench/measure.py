@@ -23,6 +23,7 @@ class Settings:
     tf32: bool = False
     memory: bool = True
     full: bool = False
+    peers: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ def measure(case: Case, settings: Settings) -> dict[str, Entry]:
     done: dict[str, _Done] = {}
     entries: dict[str, Entry] = {}
     for name in CONTENDERS:
+        if name in PEERS and not settings.peers:
+            entries[name] = Entry(failure="not run")
+            continue
         try:
             job = _job(name, case, problem, settings)
             goal = exact if job.problem is problem else reference(job.problem)

@@ -46,7 +46,7 @@ def _row(case: Case, name: str, entries: Mapping[str, Entry]) -> tuple[str, ...]
     entry = entries[name]
     head = (case.network, str(case.n), CONTENDERS[name].title)
     if entry.times is None:
-        return (*head, *[""] * 8, f"cannot run: {entry.failure}")
+        return (*head, *[""] * 8, f"{entry.failure}")
     unit = entries["gradient"].times
     middle = entry.times.median / unit.median if unit else None
     warm = ratio(entries, f"{name}-warm", "gradient") if f"{name}-warm" in entries else None
