@@ -54,10 +54,9 @@ class Explicit(Term):
         return self.values
 
     def trace(self, sign: Tensor | None) -> Tensor:
-        if sign is None:
-            norm: Tensor = torch.linalg.vector_norm(self.values)
-            return norm.double().square()
-        return self.diagonal(sign).sum(dtype=torch.float64)
+        norms: Tensor = torch.linalg.vector_norm(self.values.flatten(2), dim=2)
+        squares = norms.double().square()  # one a direction and sample, added up in float64
+        return (squares if sign is None else squares * sign).sum()
 
 
 @final
