@@ -54,7 +54,8 @@ class Explicit(Term):
         return self.values
 
     def trace(self, sign: Tensor | None) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(self.values.flatten(2), dim=2)
+        flat = self.values.reshape(*self.values.shape[:2], -1)
+        norms: Tensor = torch.linalg.vector_norm(flat, dim=2)
         squares = norms.double().square()  # one a direction and sample, added up in float64
         return (squares if sign is None else squares * sign).sum()
 
