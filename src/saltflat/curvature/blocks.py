@@ -299,10 +299,18 @@ class _Blocks:
             self._probe(found, rest, plan)
         found.entries = {name: found.entries[name] for name in names}
         found.certificate = Certificate(samples, dict(plan.certified), dict(plan.reasons))
-        if _reduced_precision(self.risk.device):
+        if self._reduced_precision():
             self.notes.append("TensorFloat-32 is on: about three digits of every value are right")
         found.notes = tuple(self.notes)
         return found
+
+    def _reduced_precision(self) -> bool:
+        like = next(iter(self.risk.parameters.values()))
+        return (
+            like.device.type == "cuda"
+            and like.dtype == torch.float32
+            and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+        )
 
     def _joint_reason(self, plan: Plan) -> str:
         if plan.coupled:
@@ -398,11 +406,6 @@ class _Blocks:
                     f"The curvature of {name!r} is NaN or infinite: activations overflow or the "
                     "inputs are not finite. Measure in a wider dtype (dtype=torch.float64)."
                 )
-
-
-def _reduced_precision(device: torch.device) -> bool:
-    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-    return device.type == "cuda" and tf32
 
 
 def _weaker(a: Plan, b: Plan) -> Plan:

@@ -141,7 +141,7 @@ class Pass:
         return {name: value / scale for name, value in self.sums.items()}
 
     def _batch(self, batch: Batch, index: int, plan: Plan) -> None:
-        start = 0
+        start, looked = 0, -1  # `looked`: the chunk that was probed as a whole
         while start < batch.size:
             size = min(self._size or self._chunk(plan, batch), batch.size - start)
             chunk = batch.part(start, start + size)
@@ -158,9 +158,12 @@ class Pass:
                 if self.risk.device.type == "cuda":
                     torch.cuda.empty_cache()
                 continue
-            if any(bool(self._pending[n].any()) for n in plan.unseen & self._pending.keys()):
-                plan = probe(self.risk, chunk)  # now there is something to see
+            awake = plan.unseen & self._pending.keys()
+            if looked != start and any(bool(self._pending[n].any()) for n in awake):
+                plan, looked = probe(self.risk, chunk), start  # now there is something to see
                 continue
+            if self.settings.certify == "all":
+                self.certified += size
             self.normaliser += normaliser
             for name, value in self._pending.items():
                 self.sums[name] += value
@@ -208,7 +211,6 @@ class Pass:
         """The plan that holds for this chunk: probed anew where the given one does not fit."""
         if self.settings.certify == "all":
             plan = probe(self.risk, chunk)
-            self.certified += plan.samples
         elif not plan.serves(uses, chunk.size) or self._wakes(plan, outputs):
             plan = probe(self.risk, chunk)
         if plan.coupled or (
