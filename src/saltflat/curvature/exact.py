@@ -209,9 +209,8 @@ class Pass:
 
     def _plan(self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use]) -> Plan:
         """The plan that holds for this chunk: probed anew where the given one does not fit."""
-        if self.settings.certify == "all":
-            plan = probe(self.risk, chunk)
-        elif not plan.serves(uses, chunk.size) or self._wakes(plan, outputs):
+        holds = plan.serves(uses, chunk.size) and not self._wakes(plan, outputs)
+        if self.settings.certify == "all" or not holds:
             plan = probe(self.risk, chunk)
         if plan.coupled or (
             self.must_be_linear and not all(plan.certified[name] for name in self.names)
