@@ -1,0 +1,66 @@
+"""Measurement: one measure of one model, with how exact it is and what it is invariant to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
+EVERY_RESCALING: frozenset[Symmetry] = frozenset({"layer", "neuron", "batchnorm", "attention"})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The value of a measure.
+
+    Attributes
+    ----------
+    value : the number; views of it by parameter, layer or neuron where the measure has them.
+    exact : True if nothing was sampled: equal to the definition up to rounding and `gap`.
+    stderr : standard error of `value`, 0.0 if exact.
+    gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
+    lower_bound : True for a supremum that was searched for: the true one is at least `value`.
+    invariant_to : the kinds of rescaling that leave the measure as it is.
+    settings : what the measure was computed with (δ, ρ, p, …).
+    details : what else the measure found, e.g. the optimal α of minimum sharpness.
+    """
+
+    name: str
+    value: float
+    exact: bool
+    stderr: float = 0.0
+    gap: float = 0.0
+    lower_bound: bool = False
+    invariant_to: frozenset[Symmetry] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    by_parameter: Mapping[str, float] = field(default_factory=dict)
+    by_layer: Mapping[str, float] = field(default_factory=dict)
+    by_neuron: Mapping[str, Tensor] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def max(self) -> float:
+        """The largest value of a layer: κ^max, κ_τ^max, and the like."""
+        return max(self.by_layer.values())
+
+    @property
+    def certainty(self) -> str:
+        """`exact`, `± 0.03`, `≥` for a searched supremum, or both."""
+        if self.lower_bound:
+            return "≥, searched" + (f", ± {self.stderr:.2g}" if self.stderr else "")
+        if not self.exact:
+            return f"± {self.stderr:.2g}"
+        small = self.gap <= 1e-9 * abs(self.value)
+        return "exact" if small or not isfinite(self.gap) else f"exact to {self.gap:.1g}"
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value:.6g} ({self.certainty})"

@@ -1,0 +1,1 @@
+"""The measures of the papers, one a file."""
