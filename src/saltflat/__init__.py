@@ -1,6 +1,6 @@
 """saltflat: scale-invariant sharpness for PyTorch."""
 
-from saltflat.curvature.blocks import diagonal, max_eigenvalue, trace
+from saltflat.curvature.functions import diagonal, max_eigenvalue, trace
 from saltflat.curvature.stochastic import Hutchinson, XTrace
 from saltflat.errors import (
     DataError,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.curvature.layers import Rows, Use
+from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.memory import halving, out_of_memory
 from saltflat.curvature.record import Recorder
 from saltflat.curvature.terms import Term, combine
@@ -51,6 +52,7 @@ class Plan:
     coupled: bool  # outputs of one sample depend on others
     rules: Mapping[str, str]  # parameter -> rule, GENERIC or UNUSED
     dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
+    matrices: Mapping[str, Matrix]  # the weight matrices among the parameters
     certified: Mapping[str, bool]
     reasons: Mapping[str, str]
     unseen: frozenset[str]  # parameters with no gradient on the probed samples: nothing is known
@@ -164,6 +166,7 @@ class _Probe:
             coupled=coupled,
             rules=rules,
             dims=dims,
+            matrices=self._matrices(rules),
             certified=linear,
             reasons=reasons,
             unseen=self.unseen,
@@ -176,6 +179,20 @@ class _Probe:
             inputs=sum(use.input.numel() for use in self.uses) // n,
             patches=max((_patch_entries(use) for use in self.uses), default=0) // n,
         )
+
+    def _matrices(self, rules: Mapping[str, str]) -> dict[str, Matrix]:
+        """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
+        found = {}
+        for use in self.uses:
+            matrix, name = use.matrix(), use.names.get("weight")
+            # An embedding that is tied to a Linear counts as the Linear.
+            if matrix is not None and name is not None and (name not in found or matrix.out == 0):
+                found[name] = matrix
+        known = {name for use in self.uses for name in use.names.values()}
+        for name, rule in rules.items():
+            if rule == GENERIC and name not in known and self.risk.parameters[name].ndim > 1:
+                found[name] = Matrix()
+        return {name: found[name] for name in rules if name in found}
 
     def _normal(self, like: Tensor) -> Tensor:
         return torch.randn(

@@ -76,7 +76,7 @@ def _trace_gram(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """‖G‖² = Σ_{t,t'} (l_t·l_t')(r_t·r_t'): positions × positions matrices, never a gradient."""
     total = torch.zeros((), dtype=torch.float64, device=right.device)
     positions = right.shape[3]
-    for rows in _row_blocks(right, positions * positions):
+    for rows in row_blocks(right, positions * positions):
         inner = _flat(right[rows])
         gram = inner.mT @ inner
         outer = torch.zeros_like(gram)
@@ -103,7 +103,7 @@ def _diagonal_single(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     if right.shape[1] > 1:
         return torch.einsum("nga,ngb->gab", deltas, right[..., 0].square())
     result = right.new_zeros(deltas.shape[2], right.shape[2])
-    for rows in _row_blocks(right, 4 * right.shape[2]):  # squares stay in the cache
+    for rows in row_blocks(right, 4 * right.shape[2]):  # squares stay in the cache
         result.addmm_(deltas[rows, 0].mT, right[rows, 0, :, 0].square())
     return result.unsqueeze(0)
 
@@ -115,7 +115,7 @@ def _diagonal_pairs(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     first, second = torch.triu_indices(positions, positions, device=right.device)
     twice = torch.where(first == second, 1.0, 2.0).to(right)
     result = right.new_zeros(groups, a, b)
-    for rows in _row_blocks(right, len(first) * (b + a)):
+    for rows in row_blocks(right, len(first) * (b + a)):
         pairs: Tensor | None = None
         for d, delta in enumerate(left):
             part = delta[rows]
@@ -143,7 +143,7 @@ def _diagonal_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor
 
 def _gradients(left: Each, right: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
     """Per-sample gradients (rows·g, a, b), a direction and a block of samples at a time."""
-    for rows in _row_blocks(right, left[0].shape[2] * right.shape[2]):
+    for rows in row_blocks(right, left[0].shape[2] * right.shape[2]):
         inner = _flat(right[rows]).mT
         for d, delta in enumerate(left):
             yield d, rows, torch.bmm(_flat(delta[rows]), inner)
@@ -158,7 +158,7 @@ def _per_row(sign: Tensor, groups: int) -> Tensor:
     return sign.repeat_interleave(groups)[:, None, None]
 
 
-def _row_blocks(right: Tensor, entries: int) -> Iterator[slice]:
+def row_blocks(right: Tensor, entries: int) -> Iterator[slice]:
     """Slices of samples whose temporaries stay within the block size."""
     n, groups = right.shape[:2]
     block = _CPU_BLOCK if right.device.type == "cpu" else _GPU_BLOCK

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from saltflat.curvature.contract import Each, stack
+from saltflat.curvature.layout import ConvLayout, ConvTransposeLayout, LinearLayout
+from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.terms import Explicit, Lookup, Outer, Term
 
 
@@ -64,6 +66,10 @@ class Use(ABC):
         """The same for all directions at once, (D, *output)."""
         return deltas
 
+    def matrix(self) -> Matrix | None:
+        """How the weight acts as a matrix, if it does."""
+        return None
+
     @abstractmethod
     def terms(self, kept: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
         """(parameter name, its gradients) from what was kept, one entry a direction."""
@@ -82,6 +88,9 @@ class LinearUse(Use):
     rule: ClassVar[str] = "linear"
     transposed: bool = False
 
+    def matrix(self) -> Matrix:
+        return LinearLayout(self.transposed).matrix
+
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         single = len(self.shape) == 2 and self.shape[0] == rows.count
         left: Each = (
@@ -89,15 +98,10 @@ class LinearUse(Use):
         )
         if "weight" in self.names:
             right = _positions(self.input, rows)
-            key = ("linear", self.transposed)
-            yield self.names["weight"], Outer(left, right, self._assemble, key)
+            yield self.names["weight"], Outer(left, right, LinearLayout(self.transposed))
         if "bias" in self.names:
             summed = stack(kept) if single else torch.stack([d.sum((1, 3)) for d in left])
             yield self.names["bias"], Explicit(summed)
-
-    def _assemble(self, gradient: Tensor) -> Tensor:
-        matrix = gradient.squeeze(-3)
-        return matrix.mT if self.transposed else matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,30 +161,19 @@ class ConvUse(Use):
     dims: ClassVar[tuple[int, ...]] = (0,)
     window: Window
 
+    def matrix(self) -> Matrix:
+        return Matrix(groups=self.window.groups)
+
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups = self.window.groups
         left = [_side_by_side(_grouped(d, groups), rows) for d in kept]
         if "weight" in self.names:
             patches = _patch_matrix(self.window, self.input, self.shape[2:])
             last = groups == 1 and _channels_last(self.input)
-            yield (
-                self.names["weight"],
-                Outer(
-                    left,
-                    _side_by_side(patches, rows),
-                    self._assemble_last if last else self._assemble,
-                    ("conv", self.window.kernel, groups, last),
-                ),
-            )
+            layout = ConvLayout(self.window.kernel, groups, last)
+            yield self.names["weight"], Outer(left, _side_by_side(patches, rows), layout)
         if "bias" in self.names:
             yield self.names["bias"], Explicit(torch.stack([d.sum(3).flatten(1) for d in left]))
-
-    def _assemble(self, gradient: Tensor) -> Tensor:
-        return torch.unflatten(gradient.flatten(-3, -2), -1, (-1, *self.window.kernel))
-
-    def _assemble_last(self, gradient: Tensor) -> Tensor:
-        split = torch.unflatten(gradient.squeeze(-3), -1, (*self.window.kernel, -1))
-        return split.movedim(-1, -1 - len(self.window.kernel))
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -197,6 +190,9 @@ class ConvTransposeUse(Use):
     dims: ClassVar[tuple[int, ...]] = (0,)
     window: Window
 
+    def matrix(self) -> Matrix:
+        return Matrix(out=1, groups=self.window.groups)
+
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups, size = self.window.groups, self.input.shape[2:]
         if "weight" in self.names:
@@ -206,15 +202,11 @@ class ConvTransposeUse(Use):
                 for d in kept
             ]
             right = _side_by_side(_grouped(self.input, groups), rows)
-            key = ("conv_transpose", window.kernel, groups)
-            yield self.names["weight"], Outer(left, right, self._assemble, key)
+            layout = ConvTransposeLayout(window.kernel, groups)
+            yield self.names["weight"], Outer(left, right, layout)
         if "bias" in self.names:
             summed = [rows.first(d.flatten(2).sum(2)).sum(1) for d in kept]
             yield self.names["bias"], Explicit(torch.stack(summed))
-
-    def _assemble(self, gradient: Tensor) -> Tensor:
-        # (…, g, out/g · kernel, in/g) -> (…, in, out/g, *kernel)
-        return torch.unflatten(gradient.mT.flatten(-3, -2), -1, (-1, *self.window.kernel))
 
 
 @final
@@ -225,6 +217,9 @@ class EmbeddingUse(Use):
     rule: ClassVar[str] = "embedding"
     rows: int
     padding: int | None
+
+    def matrix(self) -> Matrix:
+        return Matrix(out=1)
 
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         index = rows.first(self.input.unsqueeze(-1)).flatten(1)

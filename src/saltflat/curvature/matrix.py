@@ -36,3 +36,8 @@ class Matrix:
     def rows(self, values: Tensor, lead: int = 0) -> Tensor:
         """Sums over all that enters each output unit: (…, outputs)."""
         return self.grouped(values, lead).sum((lead + 2, lead + 3)).flatten(lead)
+
+    def ungrouped(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """The way back from `grouped` (without leading dimensions) to the weight's shape."""
+        whole = values.transpose(1, 2) if self.out == 1 else values
+        return whole.reshape(shape)

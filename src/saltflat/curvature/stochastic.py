@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import final
@@ -20,7 +20,8 @@ Shapes = Mapping[str, tuple[torch.Size, torch.device]]
 class Estimate:
     """Means over draws with standard errors; `total` is the sum over all names.
 
-    Blocks in `exact` were small, or of so low a rank, that nothing had to be estimated.
+    Blocks in `exact` were small, or of so low a rank, that nothing had to be estimated. `draws`
+    are independent estimates, stacked; there are some if they were to be kept.
     """
 
     values: dict[str, Tensor]
@@ -28,14 +29,21 @@ class Estimate:
     total: float
     total_stderr: float
     exact: frozenset[str] = frozenset()
+    draws: dict[str, Tensor] = field(default_factory=dict)
 
 
 @final
 @dataclass(slots=True)
 class Draws:
-    """Running mean and variance of independent draws (Welford), and of their sum over names."""
+    """Running mean and variance of independent draws (Welford), and of their sum over names.
 
+    `groups` > 0 keeps the means of that many groups of draws, so that the error of anything made
+    of them can be told.
+    """
+
+    groups: int = 0
     count: int = 0
+    kept: dict[str, Tensor] = field(default_factory=dict)
     mean: dict[str, Tensor] = field(default_factory=dict)
     spread: dict[str, Tensor] = field(default_factory=dict)
     totals: list[float] = field(default_factory=list)
@@ -49,6 +57,9 @@ class Draws:
             change = x - mean
             mean += change / self.count
             spread += change * (x - mean)
+            if self.groups:
+                sums = self.kept.setdefault(name, x.new_zeros(self.groups, *x.shape))
+                sums[(self.count - 1) % self.groups] += x
 
     def estimate(self) -> Estimate:
         degrees = self.count * (self.count - 1)
@@ -58,7 +69,13 @@ class Draws:
             {name: (s / degrees).sqrt() for name, s in self.spread.items()},
             float(totals.mean()),
             float(totals.std() / sqrt(self.count)),
+            draws={name: self._means(sums) for name, sums in self.kept.items()},
         )
+
+    def _means(self, sums: Tensor) -> Tensor:
+        sizes = [len(range(k, self.count, self.groups)) for k in range(self.groups)]
+        shape = (-1, *[1] * (sums.ndim - 1))
+        return sums / torch.tensor(sizes, dtype=sums.dtype, device=sums.device).reshape(shape)
 
 
 def _check(probes: int, seed: int, least: int) -> None:
@@ -71,7 +88,7 @@ def _check(probes: int, seed: int, least: int) -> None:
         raise InvalidValue(f"seed must be an integer. Got {seed!r}.")
 
 
-def _signs(shape: torch.Size, device: torch.device, generator: torch.Generator) -> Tensor:
+def signs(shape: torch.Size, device: torch.device, generator: torch.Generator) -> Tensor:
     bits = torch.randint(0, 2, shape, generator=generator)
     return (bits * 2 - 1).to(device, torch.float64)
 
@@ -87,22 +104,20 @@ class Hutchinson:
     def __post_init__(self) -> None:
         _check(self.probes, self.seed, 2)
 
-    def trace(self, product: Product, shapes: Shapes) -> Estimate:
-        return self._run(product, shapes, lambda x: x.sum())
-
-    def diagonal(self, product: Product, shapes: Shapes) -> Estimate:
-        return self._run(product, shapes, lambda x: x)
-
-    def _run(
-        self, product: Product, shapes: Shapes, reduce: Callable[[Tensor], Tensor]
-    ) -> Estimate:
+    def estimate(
+        self, product: Product, shapes: Shapes, kinds: Collection[str], groups: int = 0
+    ) -> dict[str, Estimate]:
+        """The wanted kinds, "trace" and "diagonal", from the same products."""
         generator = torch.Generator().manual_seed(self.seed)
-        draws = Draws()
+        draws = {kind: Draws(groups) for kind in kinds}
         for _ in range(self.probes):
-            v = {name: _signs(*where, generator) for name, where in shapes.items()}
+            v = {name: signs(*where, generator) for name, where in shapes.items()}
             cv = product(v)
-            draws.add({name: reduce(v[name] * cv[name]) for name in shapes})
-        return draws.estimate()
+            entries = {name: v[name] * cv[name] for name in shapes}
+            for kind, each in draws.items():
+                traced = kind == "trace"
+                each.add({n: x.sum() for n, x in entries.items()} if traced else entries)
+        return {kind: each.estimate() for kind, each in draws.items()}
 
 
 @final
@@ -120,7 +135,10 @@ class XTrace:
     def __post_init__(self) -> None:
         _check(self.probes, self.seed, 4)
 
-    def trace(self, product: Product, shapes: Shapes) -> Estimate:
+    def estimate(
+        self, product: Product, shapes: Shapes, kinds: Collection[str], groups: int = 0
+    ) -> dict[str, Estimate]:
+        """Traces only: `kinds` is {"trace"}."""
         generator = torch.Generator().manual_seed(self.seed)
         values, stderr = {}, {}
         for name, (shape, device) in shapes.items():
@@ -141,14 +159,11 @@ class XTrace:
         total = float(sum(float(v) for v in values.values()))
         error = sqrt(sum(float(e) ** 2 for e in stderr.values()))
         known = frozenset(name for name, e in stderr.items() if float(e) == 0.0)
-        return Estimate(values, stderr, total, error, known)
+        return {"trace": Estimate(values, stderr, total, error, known)}
 
     def _writes_out(self, shape: torch.Size) -> bool:
         """Whether the whole block costs no more products than its estimate."""
         return shape.numel() <= self.probes
-
-    def diagonal(self, product: Product, shapes: Shapes) -> Estimate:
-        raise InvalidValue("XTrace estimates traces only. Use Hutchinson for a diagonal.")
 
     def _block(
         self,
@@ -162,7 +177,7 @@ class XTrace:
         if self._writes_out(shape):
             exact = block(torch.eye(size, device=device, dtype=torch.float64)).trace()
             return exact, torch.zeros_like(exact)
-        probes = _signs(torch.Size((size, half)), device, generator)
+        probes = signs(torch.Size((size, half)), device, generator)
         images = block(probes)
         q, r = torch.linalg.qr(images)
         bent = block(q)

@@ -7,16 +7,16 @@ For D directions and n samples a term stands for gradients of shape (D, n, *para
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from saltflat.curvature import contract
-
-Assemble = Callable[[Tensor], Tensor]
+from saltflat.curvature import contract, quadratic
+from saltflat.curvature.layout import Layout
+from saltflat.curvature.quadratic import Form, Weight, signed
 
 
 class Term(ABC):
@@ -42,6 +42,10 @@ class Term(ABC):
             squares = squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))
         return squares.sum((0, 1))
 
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        """A quadratic form of the gradients and the weight, in float64."""
+        return quadratic.written_out(self.gradient(), weight, sign, form)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -63,29 +67,30 @@ class Explicit(Term):
 @final
 @dataclass(frozen=True, slots=True)
 class Outer(Term):
-    """Σ_t l_t r_tᵀ in groups: `assemble` turns (…, g, a, b) into (…, *shape).
-
-    Terms with the same `key` have the same layout: their positions can be put side by side.
-    """
+    """Σ_t l_t r_tᵀ in groups; `layout` turns (…, g, a, b) into the parameter's shape."""
 
     left: contract.Each
     right: Tensor
-    assemble: Assemble
-    key: Hashable
+    layout: Layout
 
     def gradient(self) -> Tensor:
         inner = self.right.mT
-        return self.assemble(torch.stack([delta @ inner for delta in self.left]))
+        return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
 
     def weighted(self, weights: Tensor) -> Tensor:
         left = self.left[0] * weights[:, None, None, None]
-        return self.assemble(torch.einsum("ngat,ngbt->gab", left, self.right))
+        return self.layout.assemble(torch.einsum("ngat,ngbt->gab", left, self.right))
 
     def trace(self, sign: Tensor | None) -> Tensor:
         return contract.trace(self.left, self.right, sign)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
-        return self.assemble(contract.diagonal(self.left, self.right, sign))
+        return self.layout.assemble(contract.diagonal(self.left, self.right, sign))
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        if form == "flatness" and not self.layout.rows_are_units:
+            return quadratic.written_out(self.gradient(), weight, sign, form)
+        return quadratic.factored(self.left, self.right, self.layout, weight, sign, form)
 
 
 @final
@@ -120,14 +125,37 @@ class Lookup(Term):
         result = squares.new_zeros(self.rows, squares.shape[-1])
         return result.index_add_(0, self.index.clamp(min=0).flatten(), squares)
 
-    def _squares(self, sign: Tensor | None) -> Tensor:
-        """Σ_d s G² at the first position of every distinct row of a sample, 0 elsewhere."""
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        """The table is a matrix whose input units are its rows."""
+        rows = weight.values[self.index.clamp(min=0)]
+        square = weight.values.mT @ weight.values
+        if weight.scale is not None:
+            return quadratic.written_out(self.gradient(), weight, sign, form)
+        width = self.rows if form == "columns" else rows.shape[-1] if form == "rows" else 1
+        total = rows.new_zeros(width, dtype=torch.float64)
+        for d, delta in enumerate(self._distinct()):
+            part = None if sign is None else sign[d]
+            if form == "columns":
+                sums = signed((delta * rows).sum(2).double().square(), part)
+                total.index_add_(0, self.index.clamp(min=0).flatten(), sums.flatten())
+            elif form == "rows":
+                total += signed((delta * rows).sum(1).double().square(), part).sum(0)
+            else:
+                total += signed((delta @ square * delta).sum(2).double(), part).sum()
+        return total if form != "flatness" else total[0]
+
+    def _distinct(self) -> Iterator[Tensor]:
+        """Deltas added up at the first position of every distinct row of a sample, 0 elsewhere."""
         same = (self.index.unsqueeze(2) == self.index.unsqueeze(1)).int()
         first = same.argmax(dim=2).unsqueeze(-1)
         kept = (self.index >= 0).unsqueeze(-1)
+        for delta in self.deltas:
+            yield torch.zeros_like(delta).scatter_add_(1, first.expand_as(delta), delta * kept)
+
+    def _squares(self, sign: Tensor | None) -> Tensor:
+        """Σ_d s G² at the first position of every distinct row of a sample, 0 elsewhere."""
         total = torch.zeros_like(self.deltas[0])
-        for d, delta in enumerate(self.deltas):
-            rows = torch.zeros_like(delta).scatter_add_(1, first.expand_as(delta), delta * kept)
+        for d, rows in enumerate(self._distinct()):
             squares = rows.square_()
             total += squares if sign is None else squares * sign[d, :, None, None]
         return total
@@ -138,11 +166,11 @@ def combine(terms: Sequence[Term]) -> Term:
     if len(terms) == 1:
         return terms[0]
     outer = [t for t in terms if isinstance(t, Outer)]
-    if len(outer) == len(terms) and len({t.key for t in outer}) == 1:
+    if len(outer) == len(terms) and len({t.layout for t in outer}) == 1:
         directions = range(len(outer[0].left))
         left = [torch.cat([t.left[d] for t in outer], dim=3) for d in directions]
         right = torch.cat([t.right for t in outer], dim=3)
-        return Outer(left, right, outer[0].assemble, outer[0].key)
+        return Outer(left, right, outer[0].layout)
     gradient = terms[0].gradient()
     for term in terms[1:]:
         gradient = gradient + term.gradient()

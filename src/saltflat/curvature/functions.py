@@ -1,0 +1,159 @@
+"""`trace`, `diagonal` and `max_eigenvalue`: the engine's front door."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from saltflat.curvature.blocks import Blocks, Found
+from saltflat.curvature.products import Curvature
+from saltflat.curvature.settings import Certify, Settings
+from saltflat.curvature.stochastic import Estimator, Hutchinson, XTrace
+from saltflat.errors import InvalidType, InvalidValue
+from saltflat.losses import LossLike
+from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
+from saltflat.risk import Output, Risk, Unpack
+
+Quantity = Literal["trace", "diagonal"]
+
+
+def trace(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    curvature: Curvature = "hessian",
+    *,
+    parameters: str | Iterable[str] = "trainable",
+    estimator: Estimator | None = None,
+    certify: Certify = "sample",
+    max_directions: int = 1000,
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Trace:
+    """The trace of every parameter's block of the Hessian (or of the Gauss–Newton matrix).
+
+    Parameters
+    ----------
+    model : any `torch.nn.Module`; it is measured in evaluation mode and left as it was found.
+    data : a DataLoader, a pair (inputs, targets), or any re-iterable of such pairs.
+    loss : a name ("cross_entropy", "mse", "bce", "normalized_cross_entropy"), a module, or any
+        twice differentiable callable of outputs and targets.
+    curvature : "hessian" or "ggn".
+    parameters : "trainable", "all" (frozen ones too) or a list of names.
+    estimator : `Hutchinson` (default) or `XTrace`, for what cannot be had exactly.
+    certify : "sample" probes a few samples of each shape, "all" probes every sample, "none" takes
+        nothing for piecewise linear, so that every block of the Hessian is estimated.
+    max_directions : outputs with more directions a sample than this are sketched.
+    memory_budget : bytes that a chunk of samples may take.
+    dtype : compute in this dtype; half precision models are computed in float32 by default.
+    unpack, output : callables that split an item of the data, and choose the outputs.
+    """
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    settings = checked_settings(max_directions, memory_budget, certify)
+    found = _find(risk, "trace", curvature, _estimator(estimator, "trace"), settings)
+    details = {
+        name: Detail(float(e.value), e.exact, float(e.stderr), e.rule, e.reason)
+        for name, e in found.entries["trace"].items()
+    }
+    return Trace(details, *_summary(found, "trace", curvature, risk))
+
+
+def diagonal(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    curvature: Curvature = "hessian",
+    *,
+    parameters: str | Iterable[str] = "trainable",
+    estimator: Estimator | None = None,
+    certify: Certify = "sample",
+    max_directions: int = 1000,
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Diagonal:
+    """The diagonal of the Hessian (or of the Gauss–Newton matrix), a tensor for every parameter.
+
+    Arguments as in `trace`.
+    """
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    settings = checked_settings(max_directions, memory_budget, certify)
+    found = _find(risk, "diagonal", curvature, _estimator(estimator, "diagonal"), settings)
+    details = {
+        name: Detail(e.value, e.exact, 0.0 if e.exact else e.stderr, e.rule, e.reason)
+        for name, e in found.entries["diagonal"].items()
+    }
+    return Diagonal(details, *_summary(found, "diagonal", curvature, risk))
+
+
+def max_eigenvalue(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    curvature: Curvature = "hessian",
+    *,
+    parameters: str | Iterable[str] = "trainable",
+    tol: float = 1e-6,
+    seed: int = 0,
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Eigenvalue:
+    """The largest eigenvalue of the whole Hessian, or of the blocks in `parameters` together.
+
+    For one block pass its name: `parameters=["fc.weight"]`. Found by SciPy's `eigsh`; the residual
+    norm ‖Hv − λv‖ bounds the distance to an eigenvalue.
+    """
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    settings = checked_settings(1000, memory_budget, "sample")
+    blocks = Blocks(risk, frozenset(), curvature, Hutchinson(), settings)
+    with risk.session():
+        return Eigenvalue(*blocks.largest_eigenvalue(list(risk.parameters), tol, seed), curvature)
+
+
+def _find(
+    risk: Risk, kind: Quantity, curvature: Curvature, estimator: Estimator, settings: Settings
+) -> Found:
+    with risk.session():
+        found = Blocks(risk, frozenset({kind}), curvature, estimator, settings).find()
+    for warning in found.warnings:
+        warnings.warn(warning, stacklevel=3)
+    return found
+
+
+def _summary(
+    found: Found, kind: Quantity, curvature: str, risk: Risk
+) -> tuple[float, float, str, Certificate | None, tuple[str, ...], tuple[str, ...]]:
+    """What a result holds beside its details."""
+    total, stderr = found.totals.get(kind, 0.0), found.errors.get(kind, 0.0)
+    return total, stderr, curvature, found.certificate, risk.frozen, tuple(found.notes)
+
+
+def checked_settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:
+    if certify not in ("sample", "all", "none"):
+        raise InvalidValue(f"certify must be 'sample', 'all' or 'none'. Got {certify!r}.")
+    if not isinstance(max_directions, int) or max_directions < 1:
+        raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
+    if memory_budget is not None and memory_budget < 1:
+        raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
+    return Settings(max_directions, memory_budget, cast(Certify, certify))
+
+
+def _estimator(estimator: Estimator | None, quantity: Quantity) -> Estimator:
+    if estimator is None:
+        return Hutchinson()
+    if not isinstance(estimator, Hutchinson | XTrace):
+        raise InvalidType(
+            f"estimator must be Hutchinson(…) or XTrace(…). Got {type(estimator).__name__}."
+        )
+    if isinstance(estimator, XTrace) and quantity == "diagonal":
+        raise InvalidValue("XTrace estimates traces only. Use Hutchinson for a diagonal.")
+    return estimator

@@ -1,0 +1,72 @@
+"""Quadratic forms of a layer's Hessian, estimated by products with random vectors.
+
+For v made of the weight and random signs, ⟨v, H v⟩ restricted to a block has as its mean
+
+    columns    w(j)ᵀ H_jj w(j)          v = W with one sign an input unit
+    rows       w_oᵀ H_oo w_o            v = W with one sign an output unit
+    flatness   Σ ⟨w_s, w_s'⟩ Tr H_ss'   v = L S with L Lᵀ = W Wᵀ and S all signs
+
+Blocks of all layers are probed by the same products: what one layer has to do with another
+averages out, and the standard errors say how far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from saltflat.curvature.matrix import Matrix
+from saltflat.curvature.quadratic import Form, Weight, divide
+from saltflat.curvature.stochastic import Draws, Estimate, Hutchinson, Product, signs
+
+
+def estimate_form(
+    product: Product,
+    weights: Mapping[str, Weight],
+    form: Form,
+    estimator: Hutchinson,
+    groups: int,
+) -> Estimate:
+    """One form of every weight."""
+    generator = torch.Generator().manual_seed(estimator.seed)
+    draws = Draws(groups)
+    for _ in range(estimator.probes):
+        v = {name: _probe(weight, form, generator) for name, weight in weights.items()}
+        hv = product(v)
+        draws.add({n: _reduce(v[n] * hv[n], w.matrix, form) for n, w in weights.items()})
+    return draws.estimate()
+
+
+def _reduce(entries: Tensor, matrix: Matrix, form: Form) -> Tensor:
+    if form == "flatness":
+        return entries.sum()
+    return matrix.columns(entries) if form == "columns" else matrix.rows(entries)
+
+
+def _probe(weight: Weight, form: Form, generator: torch.Generator) -> Tensor:
+    values, matrix = weight.values.double(), weight.matrix
+    shape = matrix.grouped(values).shape  # groups, outputs, inputs, kernel
+    if form == "flatness":
+        return _mixed(weight, generator)
+    side = (shape[0], 1, shape[2], 1) if form == "columns" else (shape[0], shape[1], 1, 1)
+    each = signs(torch.Size(side), values.device, generator)
+    return matrix.ungrouped(matrix.grouped(values) * each, values.shape)
+
+
+def _mixed(weight: Weight, generator: torch.Generator) -> Tensor:
+    """L S for W Wᵀ = L Lᵀ, group by group; features are divided by their scale."""
+    values, matrix = weight.values.double(), weight.matrix
+    w = matrix.grouped(values)
+    shape = w.shape
+    scale = None
+    if weight.scale is not None:
+        scale = weight.scale.double().reshape(shape[0], 1, shape[2], 1)
+        w = w * scale
+    upper = torch.linalg.qr(w.flatten(-2).mT, mode="r").R
+    each = signs(torch.Size((shape[0], upper.shape[1], shape[2:].numel())), w.device, generator)
+    mixed = (upper.mT @ each).reshape(shape)
+    if scale is not None:
+        mixed = divide(mixed, scale)
+    return matrix.ungrouped(mixed, values.shape)

@@ -1,0 +1,45 @@
+"""How a sweep over the data is carried out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Certify = Literal["sample", "all", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the pass is carried out: what is sketched, what is probed, and in what portions."""
+
+    max_directions: int = 1000
+    memory_budget: int | None = None
+    certify: Certify = "sample"
+
+    def budget(self, device: torch.device) -> int:
+        """Bytes that one chunk may take."""
+        if self.memory_budget is not None:
+            return self.memory_budget
+        if device.type == "cuda":
+            # What torch has set aside and not given out is free too.
+            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int((torch.cuda.mem_get_info(device)[0] + idle) // 2)
+        return 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One random sketch of the directions, the same whatever the chunks are."""
+
+    seed: int
+
+    def signs(self, like: Tensor, batch: int, first: int) -> Tensor:
+        """±1 for every output of the samples from `first` of a batch on."""
+        rows = []
+        for i in range(len(like)):
+            generator = torch.Generator().manual_seed(hash((self.seed, batch, first + i)) % 2**63)
+            rows.append(torch.randint(0, 2, like.shape[1:], generator=generator))
+        return (torch.stack(rows) * 2 - 1).to(like)
