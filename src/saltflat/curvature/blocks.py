@@ -131,8 +131,9 @@ class Blocks:
         requests = self._requests(names, CURVATURE)
         fisher = {} if reason else self._requests(names, FISHER)
         if exact or fisher:
-            sweep = {n: requests[n] if n in exact else frozenset[Kind]() for n in names}
-            sweep = {n: kinds | fisher.get(n, frozenset()) for n, kinds in sweep.items()}
+            nothing = frozenset[Kind]()
+            sweep = {n: fisher.get(n, nothing) for n in names}
+            sweep |= {n: sweep[n] | requests.get(n, nothing) for n in exact}
             samples = self._exact(found, {n: k for n, k in sweep.items() if k}, plan, stream, first)
         rest = [n for n in names if n not in exact and requests.get(n)]
         if rest:

@@ -1,0 +1,79 @@
+"""Which entry of a weight belongs to which units, told from the module's type alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Units:
+    """For every entry of a flattened weight: its output unit, input unit and kernel position."""
+
+    out: Tensor
+    into: Tensor
+    place: Tensor
+
+    def columns(self, w: Tensor, block: Tensor) -> Tensor:
+        """w(j)ᵀ H_jj w(j), one an input unit."""
+        return self._forms(w, block, self.into)
+
+    def rows(self, w: Tensor, block: Tensor) -> Tensor:
+        return self._forms(w, block, self.out)
+
+    def _forms(self, w: Tensor, block: Tensor, unit: Tensor) -> Tensor:
+        parts = [w.reshape(-1) * (unit == j) for j in range(int(unit.max()) + 1)]
+        return torch.stack([v @ block @ v for v in parts])
+
+    def relative_flatness(self, w: Tensor, block: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, entry by entry; `scale` normalises features."""
+        w = w.reshape(-1)
+        if scale is not None:
+            each = scale[self.into]
+            w = w * each
+            inverse = torch.where(each > 0, 1 / each, 0.0)
+            block = block * inverse[:, None] * inverse[None]
+        column = self.into * (int(self.place.max()) + 1) + self.place
+        count = int(self.out.max()) + 1
+        full = w.new_zeros(count, int(column.max()) + 1)
+        full[self.out, column] = w
+        gram = full @ full.T
+        same = column[:, None] == column[None]
+        return (gram[self.out][:, self.out] * block * same).sum()
+
+
+def units(module: nn.Module) -> Units:
+    weight = module.weight
+    shape = weight.shape
+    axes = torch.meshgrid(*[torch.arange(s) for s in shape], indexing="ij")
+    place = torch.zeros(shape, dtype=torch.long)
+    for axis, size in zip(axes[2:], shape[2:], strict=True):
+        place = place * size + axis
+    first, second = axes[0], axes[1]
+    groups = getattr(module, "groups", 1)
+    if "Transpose" in type(module).__name__:
+        out, into = first // (shape[0] // groups) * shape[1] + second, first
+    elif isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":
+        out, into = second, first
+    else:
+        out, into = first, first // (shape[0] // groups) * shape[1] + second
+    return Units(out.reshape(-1), into.reshape(-1), place.reshape(-1))
+
+
+KNOWN = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+
+
+def matrices(model: nn.Module) -> dict[str, Units]:
+    """The weights of the modules whose layout is known, by parameter name, tied ones left out."""
+    found, owners = {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, KNOWN) or type(module).__name__ == "Conv1D":
+            key = f"{name}.weight" if name else "weight"
+            owners.setdefault(id(module.weight), set()).add(type(module))
+            found[key] = (module.weight, units(module))
+    named = dict(model.named_parameters())
+    return {
+        key: u for key, (w, u) in found.items() if named.get(key) is w and len(owners[id(w)]) == 1
+    }
