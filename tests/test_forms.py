@@ -136,7 +136,7 @@ def test_normalised_features(name: str) -> None:
     assert agrees(found, want, kinds) > 0
     key = next(iter(want["flatness"]))
     plain, normal = want["flatness"][key], want["normalized_flatness"][key]
-    assert abs(float(plain - normal)) > 1e-3 * float(plain)
+    assert abs(float(plain - normal)) > 1e-6 * float(plain)
 
 
 def test_fisher() -> None:
