@@ -1,0 +1,1 @@
+"""Training toward flat minima: regularizers and optimizers."""

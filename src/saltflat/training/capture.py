@@ -1,0 +1,164 @@
+"""What a penalty keeps of a forward pass, and the hooks that bring it.
+
+The hooks belong to one model object. A copy of the model (deepcopy, pickle) gets silent ones in
+their place, and a model whose recorder is gone keeps none.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from saltflat.errors import ModelError
+from saltflat.training.layers import Layer, apply
+
+_NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
+# Compiled code does not look for hooks that came after it.
+_COMPILED = (
+    " If the model was compiled and called before, call torch.compiler.reset() after making FAM."
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a layer: its input, and the place of its output in the autograd graph.
+
+    The place and not the output: an in-place activation would change that.
+    """
+
+    input: Tensor
+    version: int  # of the input, to notice that it was changed in place
+    edge: GradientEdge | None  # None: the output does not depend on anything trainable
+    shape: torch.Size
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward pass: what the model returned and the calls of each layer."""
+
+    returned: Any
+    calls: Mapping[str, list[Call]]
+
+
+class Recorder:
+    """Keeps the last forward pass that ran with gradients, until it is taken."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
+        self._calls: dict[str, list[Call]] | None = None  # not None while the model runs
+        self._forward: Forward | None = None
+        self._missing = _NOTHING
+        self._checked: set[str] = set()
+        self._layers = dict(layers)
+        before = model.register_forward_pre_hook(_Hook(self, Recorder._begin))
+        within = [
+            layer.register_forward_hook(_LayerHook(self, name), with_kwargs=True)
+            for name, layer in layers.items()
+        ]
+        after = model.register_forward_hook(_Hook(self, Recorder._end))
+        self._handles = [before, *within, after]
+        self._finalizer = weakref.finalize(self, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Take the hooks off and let go of what was kept."""
+        self._finalizer()
+        self._calls = self._forward = None
+        self._missing = _NOTHING
+
+    def take(self) -> Forward:
+        """The kept pass, which is then forgotten."""
+        forward, self._forward = self._forward, None
+        if forward is None:
+            raise ModelError(
+                f"{self._missing}. Call fam(targets) once after each model(inputs) that runs with "
+                "gradients." + _COMPILED * ("torch._dynamo" in sys.modules)
+            )
+        self._missing = "The last forward pass with gradients was already used"
+        return forward
+
+    def _begin(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls, self._forward = {name: [] for name in self._layers}, None
+        elif self._forward is None:
+            self._missing = "The last forward pass ran without gradients"
+
+    def _end(self, module: nn.Module, args: Any, returned: Any) -> None:
+        if self._calls is not None and torch.is_grad_enabled():
+            self._forward, self._calls = Forward(returned, self._calls), None
+
+    def note(self, name: str, x: Any, z: Any) -> None:
+        """A layer ran; passes outside of the model's own (checkpointing) do not count."""
+        if self._calls is None or not torch.is_grad_enabled():
+            return
+        if name not in self._checked:
+            _check(name, self._layers[name], x, z)
+            self._checked.add(name)
+        edge = get_gradient_edge(z) if z.requires_grad else None
+        self._calls[name].append(Call(x, x._version, edge, z.shape))
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+class _Hook:
+    """Calls a method of the recorder, as long as that lives."""
+
+    def __init__(self, recorder: Recorder, method: Callable[..., None]) -> None:
+        self.recorder = weakref.ref(recorder)
+        self.method = method
+
+    def __call__(self, *arguments: Any) -> None:
+        recorder = self.recorder()
+        if recorder is not None:
+            self.method(recorder, *arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_silent, ()
+
+
+class _LayerHook:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder = weakref.ref(recorder)
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, z: Any) -> None:
+        recorder = self.recorder()
+        if recorder is not None:
+            recorder.note(self.name, args[0] if args else kwargs["input"], z)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_silent, ()
+
+
+def silent(*_: Any) -> None:
+    """What a copy of the model has in place of a recorder's hook."""
+
+
+def _make_silent() -> Callable[..., None]:
+    return silent
+
+
+def _check(name: str, layer: Layer, x: Any, z: Any) -> None:
+    """Refuse a layer whose output is not W x + b (a subclass, another hook)."""
+    with torch.no_grad():
+        expected = apply(layer, x)
+        tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
+        if expected.shape == z.shape:
+            far = (expected - z).abs().max() > tolerance * z.abs().max()
+            if not far:  # nor where there are NaNs, which are somebody else's trouble
+                return
+    raise ModelError(
+        f"Layer {name!r} ({type(layer).__name__}) does not compute W x + b with its own weight, "
+        "which FAM relies on. Another hook or a subclass may change its output; choose another "
+        "layer."
+    )

@@ -1,0 +1,195 @@
+"""Relative flatness of a layer as a differentiable number.
+
+κ(W) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'} (FAM, section 1; H the loss's Hessian in W). Because
+z_t = W x_t, with H_z the Hessian of the loss in the layer's outputs z and S = W Wᵀ,
+
+    κ = Σ_i Σ_{t,t'} ⟨x_t, x_t'⟩ ⟨S, H_z[t, t']⟩,
+
+and the simplified κ̂ = ‖W‖² Tr H (section 3.2) is the same with S = ‖W‖² I. H_z has two parts,
+H_z = Jᵀ B J + Σ_k g_k ∇²_z o_k: what the loss bends (B and g its Hessian and gradient in the
+outputs o, J = ∂o/∂z) and what the network above the layer bends, which is zero for ReLU networks.
+A group of a convolution is a layer of its own; κ is their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError
+from saltflat.training.layers import Site
+
+_CHUNK = 64  # directions that travel together
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The quadratic form on a layer's outputs that H_z is contracted with.
+
+    inputs : what the layer saw, (n, g, T, q).
+    metric : S, (g, o, o).
+    columns : a factor of S, S = columns columnsᵀ, (g, o, c).
+    """
+
+    inputs: Tensor
+    metric: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, site: Site, simplified: bool) -> Form:
+        w = site.matrix()
+        if simplified:
+            unit = torch.eye(w.shape[1], dtype=w.dtype, device=w.device).expand(len(w), -1, -1)
+            square = w.square().sum()
+            return cls(site.inputs(), square * unit, square.sqrt() * unit)
+        return cls(site.inputs(), w @ w.mT, w)
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ ⟨left, (X Xᵀ) right S⟩ over directions, samples and groups, each (D, n, g, T, o)."""
+        positions, width = self.inputs.shape[2:]
+        if positions <= width:
+            gram = self.inputs @ self.inputs.mT
+            return (left * (gram @ (right @ self.metric))).sum()
+        return (left.mT @ self.inputs).mul(self.metric @ (right.mT @ self.inputs)).sum()
+
+    def directions(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs (u, ũ) with Σ ⟨ũ, H u⟩ = ⟨H, (X Xᵀ) ⊗ S⟩, stacked to (D, n, g, T, o).
+
+        Unit vectors, or columns of X and of the factor of S: whichever are fewer.
+        """
+        n, groups, positions, width = self.inputs.shape
+        if positions <= width:
+            eye = torch.eye(positions, dtype=self.inputs.dtype, device=self.inputs.device)
+            rows, mates = eye.expand(n, groups, -1, -1), self.inputs @ self.inputs.mT
+        else:
+            rows = mates = self.inputs
+        if self.columns.shape[2] >= self.metric.shape[1]:
+            units = torch.eye(self.metric.shape[1], dtype=rows.dtype, device=rows.device)
+            outs, partners = units.expand(groups, -1, -1), self.metric
+        else:
+            outs = partners = self.columns
+
+        def block(a: Tensor, b: Tensor, group: int) -> Tensor:
+            one = torch.einsum("nta,ob->abnto", a[:, group], b[group]).flatten(0, 1).unsqueeze(2)
+            return torch.nn.functional.pad(one, (0, 0, 0, 0, group, groups - 1 - group))
+
+        for group in range(groups):
+            u, v = block(rows, outs, group), block(mates, partners, group)
+            yield from zip(u.split(_CHUNK), v.split(_CHUNK), strict=True)
+
+    def probes(self, count: int, generator: torch.Generator, apart: bool) -> Tensor:
+        """Random u, (count, n, g, T, o), with E[u uᵀ] = (X Xᵀ) ⊗ S within a sample and a group.
+
+        `apart`: signs of their own for every sample, which is right where samples do not interact
+        and varies less.
+        """
+        n, groups, _, width = self.inputs.shape
+        lead = (count, n if apart else 1, groups)
+
+        def signs(size: int) -> Tensor:
+            bits = torch.randint(
+                0, 2, (*lead, size), generator=generator, device=self.inputs.device
+            )
+            return (bits * 2 - 1).to(self.inputs)
+
+        over_inputs = self.inputs @ signs(width).unsqueeze(-1)
+        over_outputs = self.columns @ signs(self.columns.shape[2]).unsqueeze(-1)
+        return over_inputs * over_outputs.mT
+
+
+def pull(outputs: Tensor, edges: list[GradientEdge], vectors: Tensor) -> list[Tensor | None]:
+    """vᵀ ∂outputs/∂edge for a stack of v, differentiable again.
+
+    All of them at once where every operation can be batched, else one by one.
+    """
+    options: Any = {"create_graph": True, "allow_unused": True}
+    try:
+        return list(torch.autograd.grad(outputs, edges, vectors, is_grads_batched=True, **options))
+    except RuntimeError:
+        each = [torch.autograd.grad(outputs, edges, v, **options) for v in vectors]
+    return [None if one[0] is None else torch.stack(one) for one in zip(*each, strict=True)]
+
+
+def units(outputs: Tensor) -> Tensor:
+    """A unit vector for every output of a sample, the same for all samples: (M, n, …)."""
+    count = prod(outputs.shape[1:])
+    eye = torch.eye(count, dtype=outputs.dtype, device=outputs.device)
+    return eye.reshape(count, 1, *outputs.shape[1:]).expand(-1, len(outputs), *outputs.shape[1:])
+
+
+def closed_form(
+    loss: CrossEntropy, outputs: Tensor, targets: Tensor, site: Site, simplified: bool
+) -> Tensor:
+    """κ (before the loss's division) of the output layer under cross-entropy, one group.
+
+    mean ‖x‖² (Σ_s p_s S_ss − pᵀ S p), written as ½ Σ_{s,s'} p_s p_s' ‖w_s − w_s'‖² so that
+    nothing cancels for confident samples.
+    """
+    p = loss.class_last(outputs, targets)[0].softmax(-1)
+    w = site.matrix()[0]
+    if len(w) <= max(1024, w.shape[1]):
+        metric = w.square().sum() * torch.eye(len(w)).to(w) if simplified else w @ w.T
+        square = metric.diagonal()
+        distance = (square[:, None] + square - 2 * metric).fill_diagonal_(0.0)
+        spread = ((p @ distance) * p).sum(-1) / 2
+    elif simplified:
+        spread = w.square().sum() * (p * (1 - p)).sum(-1)
+    else:  # the matrix of distances would be larger than anything else
+        centred = w - w.mean(0)
+        spread = p @ centred.square().sum(1) - (p @ centred).square().sum(-1)
+    scale = loss.scale(outputs.detach(), targets).to(spread.dtype)
+    return (site.norms() * scale * spread).sum()
+
+
+def weigh(loss: Loss, outputs: Tensor, targets: Any, deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """(E, F) with Σ ⟨E, 𝓜 F⟩ = Σ_{k,l} B_kl ⟨δ_k, 𝓜 δ_l⟩ for every symmetric 𝓜 within a sample.
+
+    δ, (M, n, g, T, o), is what the unit vectors of the M outputs became at the layer. For
+    cross-entropy E = p (δ − δ̄), F = δ − δ̄ with δ̄ = Σ_k p_k δ_k.
+    """
+    if isinstance(loss, CrossEntropy):
+        dim = loss.dim(outputs, targets)
+        by_class = deltas.unflatten(0, outputs.shape[1:]).movedim(dim - 1, 0)
+        by_class = by_class.reshape(len(by_class), -1, *deltas.shape[1:])
+        p = outputs.softmax(dim).movedim(dim, 0).reshape(len(by_class), len(outputs), -1)
+        p = p.mT[..., None, None, None]  # (K, positions, n, 1, 1, 1)
+        scale = loss.scale(outputs.detach(), targets).to(p.dtype).reshape(len(outputs), -1)
+        centred = by_class - (p * by_class).sum(0)
+        weighted = p * scale.T[..., None, None, None] * centred
+        return weighted.flatten(0, 1), centred.flatten(0, 1)
+    if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
+        diagonal = loss.curvature(outputs, targets).to(outputs.dtype)
+        return diagonal.flatten(1).T[..., None, None, None] * deltas, deltas
+    hessian = _output_hessian(lambda o: loss.total(o, targets), outputs, units(outputs))
+    hessian = hessian.flatten(2)  # (M, n, M)
+    return torch.einsum("knl,lngto->kngto", hessian, deltas), deltas
+
+
+def joint(call: Callable[[Tensor], Tensor], outputs: Tensor, deltas: Tensor, form: Form) -> Tensor:
+    """Jᵀ B J contracted, for a loss that couples the samples: B is over all outputs of all."""
+    size = outputs.numel()
+    eye = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
+    hessian = _output_hessian(call, outputs, eye.reshape(size, *outputs.shape)).flatten(1)
+    gradients = (deltas.mT @ form.inputs).movedim(0, 1).flatten(0, 1)  # (n·M, g, o, q)
+    mixed = torch.einsum("ab,bgoq->agoq", hessian, gradients)
+    return (mixed * (form.metric @ gradients)).sum()
+
+
+def _output_hessian(call: Callable[[Tensor], Tensor], outputs: Tensor, vectors: Tensor) -> Tensor:
+    """B v for a stack of v, differentiable in the outputs."""
+    (first,) = torch.autograd.grad(call(outputs), outputs, create_graph=True)
+    if not first.requires_grad:
+        return torch.zeros_like(vectors)
+    options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+    try:
+        return torch.autograd.grad(first, outputs, vectors, is_grads_batched=True, **options)[0]
+    except RuntimeError:
+        each = [torch.autograd.grad(first, outputs, v, **options)[0] for v in vectors]
+    return torch.stack(each)

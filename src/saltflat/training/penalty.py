@@ -1,0 +1,280 @@
+"""Relative flatness of the layers of one forward pass: which way to compute it, and by it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from saltflat.curvature.factors import Additivity, NotAdditive, classify
+from saltflat.curvature.stochastic import Hutchinson
+from saltflat.errors import LossError, ModelError
+from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, LossLike, divisor
+from saltflat.risk import Batch
+from saltflat.training.capture import Call
+from saltflat.training.flatness import Form, closed_form, joint, pull, units, weigh
+from saltflat.training.freeze import Switch, constant_statistics, gate
+from saltflat.training.layers import Layer, Site, rows_of, weight_of
+
+_MANY = 1024  # directions a sample: more is worth a warning
+_JOINT = 4096  # outputs of a batch whose joint Hessian is written out at most
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How the penalty is computed; see `FAM`."""
+
+    simplified: bool
+    normalize_features: bool
+    estimator: Hutchinson | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """Relative flatness of one layer on one batch.
+
+    rule : "closed form", "loss" (the layers above are piecewise linear), "loss and network", or
+    "hutchinson". stderr : 0 unless estimated.
+    """
+
+    value: Tensor
+    stderr: Tensor
+    rule: str
+
+
+@final
+class Step:
+    """One forward pass with its targets."""
+
+    def __init__(
+        self, outputs: Tensor, targets: Any, loss: LossLike | Loss, generator: torch.Generator
+    ) -> None:
+        self.edge = get_gradient_edge(outputs) if outputs.requires_grad else None
+        # Half precision is for the network; what follows is done in float32.
+        self.outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        self.targets, self.generator = targets, generator
+        self.samples = len(outputs)
+        self.loss = _settle(loss, self.outputs.detach(), targets)
+        self.switch = Switch()
+
+    def penalties(
+        self, layers: Mapping[str, tuple[Layer, Call]], choices: Choices
+    ) -> dict[str, Penalty]:
+        """The penalty of every layer, differentiable."""
+        done: dict[str, Penalty] = {}
+        for name, (layer, call) in layers.items():
+            site = self._site(layer, call)
+            if choices.estimator is None and self._is_output(site, call):
+                done[name] = self._closed(site, choices)
+        rest = {name: layers[name] for name in layers if name not in done}
+        if rest:
+            done |= self._general(rest, choices)
+        return {name: done[name] for name in layers}
+
+    def _site(self, layer: Layer, call: Call, dim: int = 0) -> Site:
+        wide = self.outputs.dtype
+        x, w = call.input.to(wide), weight_of(layer).to(wide)
+        return Site(layer, x, w, call.shape, self.samples, dim)
+
+    def _is_output(self, site: Site, call: Call) -> bool:
+        """Whether the layer's output is the model's, each of its units the logit of a class."""
+        assert self.edge is not None
+        assert call.edge is not None
+        same = call.edge.node is self.edge.node and call.edge.output_nr == self.edge.output_nr
+        if not (same and isinstance(self.loss, CrossEntropy) and site.groups == 1):
+            return False
+        features = len(call.shape) - 1 if isinstance(site.layer, nn.Linear) else 1
+        return self.loss.dim(self.outputs, self.targets) == features
+
+    def _closed(self, site: Site, choices: Choices) -> Penalty:
+        assert isinstance(self.loss, CrossEntropy)
+        site = site.normalized() if choices.normalize_features else site
+        value = closed_form(self.loss, self.outputs, self.targets, site, choices.simplified)
+        value = value / self._divisor()
+        return Penalty(value, torch.zeros_like(value), "closed form")
+
+    def _divisor(self) -> float:
+        assert isinstance(self.loss, Loss)
+        return divisor(self.loss, self.loss.normaliser(self.outputs.detach(), self.targets))
+
+    def _risk(self, outputs: Tensor) -> Tensor:
+        if isinstance(self.loss, JointLoss):
+            return self.loss.value(outputs, self.targets)
+        return self.loss.total(outputs, self.targets) / self._divisor()
+
+    def _general(
+        self, layers: Mapping[str, tuple[Layer, Call]], choices: Choices
+    ) -> dict[str, Penalty]:
+        edges = {name: call.edge for name, (_, call) in layers.items() if call.edge is not None}
+        places = list(edges.values())
+        with constant_statistics(self.outputs, places, self.samples, self.switch) as held:
+            if held:
+                warnings.warn(
+                    "BatchNorm in training mode lies above a layer that FAM regularizes: its "
+                    "batch statistics are held constant in the penalty's second derivative.",
+                    stacklevel=4,
+                )
+            sites = self._sites(layers, edges)
+            if choices.normalize_features:
+                sites = {name: site.normalized() for name, site in sites.items()}
+            forms = {name: Form.of(site, choices.simplified) for name, site in sites.items()}
+            if choices.estimator is not None:
+                result = self._estimate(sites, forms, edges, choices.estimator.probes)
+            else:
+                result = self._exact(sites, forms, edges)
+        self.switch.shut = False
+        return result
+
+    def _sites(
+        self, layers: Mapping[str, tuple[Layer, Call]], edges: Mapping[str, GradientEdge]
+    ) -> dict[str, Site]:
+        """Find out where the samples lie, by what half of them sends back to each layer."""
+        half = torch.arange(self.samples, device=self.outputs.device) % 2 == 0
+        mask = half.reshape(-1, *[1] * (self.outputs.ndim - 1))
+        arrived = torch.autograd.grad(
+            self.outputs,
+            list(edges.values()),
+            self._noise(self.outputs) * mask,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        sites = {}
+        for (name, (layer, call)), delta in zip(layers.items(), arrived, strict=True):
+            if delta is None:
+                raise ModelError(f"The outputs do not depend on layer {name!r}; choose another.")
+            for dim in rows_of(layer, call.shape, self.samples):
+                site = self._site(layer, call, dim)
+                foreign = site.split(delta.unsqueeze(0))[0, ~half]
+                if self.samples == 1 or not foreign.any():
+                    sites[name] = site
+                    break
+            else:
+                raise ModelError(
+                    f"FAM cannot tell which rows of layer {name!r} (output {tuple(call.shape)}) "
+                    f"belong to which of the {self.samples} samples: the samples must be its "
+                    "first dimension and must not interact in the layers above."
+                )
+        return sites
+
+    def _noise(self, like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, generator=self.generator, device=like.device)
+        return noise.to(like.dtype)
+
+    def _exact(
+        self,
+        sites: Mapping[str, Site],
+        forms: Mapping[str, Form],
+        edges: Mapping[str, GradientEdge],
+    ) -> dict[str, Penalty]:
+        _warn_if_many(prod(self.outputs.shape[1:]), "outputs")
+        deltas = pull(self.outputs, list(edges.values()), units(self.outputs))
+        bent = self._bent(edges)
+        result = {}
+        for (name, site), delta in zip(sites.items(), deltas, strict=True):
+            assert delta is not None
+            value = self._loss_part(site.split(delta.to(self.outputs.dtype)), forms[name])
+            if bent[name]:
+                value = value + self._network_part(site, forms[name], edges[name])
+            rule = "loss and network" if bent[name] else "loss"
+            result[name] = Penalty(value, torch.zeros_like(value), rule)
+        return result
+
+    def _loss_part(self, deltas: Tensor, form: Form) -> Tensor:
+        """Jᵀ B J contracted."""
+        if isinstance(self.loss, Loss):
+            left, right = weigh(self.loss, self.outputs, self.targets, deltas)
+            return form.contract(left, right) / self._divisor()
+        if self.outputs.numel() > _JOINT:
+            raise LossError(
+                f"The loss {self.loss.name} couples the samples of a batch, and its Hessian in "
+                f"{self.outputs.numel()} outputs is too large. Pass estimator=Hutchinson(probes)."
+            )
+        return joint(self._risk, self.outputs, deltas, form)
+
+    def _bent(self, edges: Mapping[str, GradientEdge]) -> dict[str, bool]:
+        """Whether the network above is not piecewise linear: r·∇²o·v is then not zero for random
+        r and v. Not the loss's own gradient for r, which may vanish where its derivative does not.
+        """
+        places = list(edges.values())
+        r = self._noise(self.outputs)
+        first = torch.autograd.grad(self.outputs, places, r, create_graph=True)
+        bent = {}
+        for (name, edge), h in zip(edges.items(), first, strict=True):
+            second = None
+            if h.requires_grad:
+                v = self._noise(h)
+                (second,) = torch.autograd.grad(h, [edge], v, retain_graph=True, allow_unused=True)
+            bent[name] = second is not None and bool(second.any())
+        return bent
+
+    def _network_part(self, site: Site, form: Form, edge: GradientEdge) -> Tensor:
+        """Σ_k g_k ∇²_z o_k contracted, g held constant in these derivatives."""
+        groups, positions, width = form.inputs.shape[1:]
+        count = groups * min(positions, width) * min(form.columns.shape[1:])
+        _warn_if_many(count, "directions at the layer")
+        (g,) = torch.autograd.grad(self._risk(self.outputs), self.outputs, create_graph=True)
+        held = gate(g, self.switch)
+        (h,) = torch.autograd.grad(self.outputs, [edge], held, create_graph=True)
+        total = h.new_zeros((), dtype=self.outputs.dtype)
+        for u, mate in form.directions():
+            (image,) = pull(h, [edge], site.place(u).to(h.dtype))
+            assert image is not None
+            total = total + (mate * site.split(image.to(total.dtype))).sum()
+        return total
+
+    def _estimate(
+        self,
+        sites: Mapping[str, Site],
+        forms: Mapping[str, Form],
+        edges: Mapping[str, GradientEdge],
+        probes: int,
+    ) -> dict[str, Penalty]:
+        risk = self._risk(self.outputs)
+        first = torch.autograd.grad(risk, list(edges.values()), create_graph=True)
+        result = {}
+        for (name, site), h in zip(sites.items(), first, strict=True):
+            u = forms[name].probes(probes, self.generator, isinstance(self.loss, Loss))
+            image = None
+            if h.requires_grad:
+                (image,) = pull(h, [edges[name]], site.place(u).to(h.dtype))
+            if image is None:
+                draws = u.new_zeros(probes)
+            else:
+                draws = (u * site.split(image.to(u.dtype))).flatten(1).sum(1)
+            stderr = draws.detach().std() / probes**0.5
+            result[name] = Penalty(draws.mean(), stderr, "hutchinson")
+        return result
+
+
+def _settle(loss: LossLike | Loss, outputs: Tensor, targets: Any) -> Loss | JointLoss:
+    """The loss as a sum over samples, if it is one on this batch."""
+    if isinstance(loss, Loss):
+        loss.check(outputs, targets, "this batch")
+        return loss
+    assert callable(loss)
+    batch = Batch(None, targets, len(outputs), "this batch")
+    found = classify(loss, outputs, batch)
+    if not isinstance(found, CustomLoss):
+        return JointLoss(loss)
+    try:
+        Additivity(found).check(outputs, batch)
+    except NotAdditive:
+        return JointLoss(loss)
+    return found
+
+
+def _warn_if_many(count: int, what: str) -> None:
+    if count > _MANY:
+        warnings.warn(
+            f"FAM is exact at the price of {count} {what} per sample. "
+            "estimator=Hutchinson(probes) costs a fixed number of products instead.",
+            stacklevel=6,
+        )
