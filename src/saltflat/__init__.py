@@ -11,12 +11,15 @@ from saltflat.errors import (
     ModelError,
     SaltflatError,
 )
+from saltflat.measurement import Measurement
+from saltflat.measures.planner import compare, measure
+from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
-
-__version__ = "0.1.0"
+from saltflat.version import __version__
 
 __all__ = [
     "Certificate",
+    "Comparison",
     "DataError",
     "Detail",
     "Diagonal",
@@ -25,13 +28,17 @@ __all__ = [
     "InvalidType",
     "InvalidValue",
     "LossError",
+    "Measurement",
     "MissingDependency",
     "ModelError",
+    "Report",
     "SaltflatError",
     "Trace",
     "XTrace",
     "__version__",
+    "compare",
     "diagonal",
     "max_eigenvalue",
+    "measure",
     "trace",
 ]

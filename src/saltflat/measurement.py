@@ -9,6 +9,8 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
+from saltflat.errors import InvalidValue
+
 Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
 EVERY_RESCALING: frozenset[Symmetry] = frozenset({"layer", "neuron", "batchnorm", "attention"})
 
@@ -46,8 +48,16 @@ class Measurement:
 
     @property
     def max(self) -> float:
-        """The largest value of a layer: κ^max, κ_τ^max, and the like."""
-        return max(self.by_layer.values())
+        """The largest value of a neuron, or of a layer where there are none: ρ^max, κ^max, …"""
+        values = self.by_layer_max if self.by_neuron else self.by_layer
+        if not values:
+            raise InvalidValue(f"{self.name} has no values by layer to take the largest of.")
+        return max(values.values())
+
+    @property
+    def by_layer_max(self) -> dict[str, float]:
+        """The largest value of a neuron in every layer: ρ^l."""
+        return {layer: float(values.max()) for layer, values in self.by_neuron.items()}
 
     @property
     def certainty(self) -> str:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from saltflat.errors import DataError, InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import JointLoss, Loss, LossLike, resolve
 from saltflat.session import RandomState, lend
+from saltflat.watch import Tally, Watch
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -96,6 +97,7 @@ class Risk:
         self.dtype = _compute_dtype(everything.values(), dtype)
         self.device = next(iter(self.parameters.values())).device
         _check_finite(everything)
+        self.watched = Watch()
         self._start: RandomState | None = None
         self._passes = 0
 
@@ -121,12 +123,16 @@ class Risk:
             self._start.restore()
         self._passes += 1
         empty = True
+        tally = Tally()
         for index, item in enumerate(self._items):
             empty = False
             inputs, targets = self._unpack(item)
-            yield self._batch(inputs, targets, f"batch {index}")
+            batch = self._batch(inputs, targets, f"batch {index}")
+            self.watched.see(tally, (batch.inputs, batch.targets), batch.size)
+            yield batch
         if empty:
             raise DataError("The data are empty: there is no batch to measure.")
+        self.watched.end(tally)
 
     def forward(self, batch: Batch) -> Tensor:
         """The model's outputs, one row a sample, checked."""

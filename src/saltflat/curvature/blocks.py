@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature import spectrum
-from saltflat.curvature.certify import GENERIC, UNUSED, Plan
+from saltflat.curvature.certify import GENERIC, UNUSED, Plan, Signature
 from saltflat.curvature.exact import NotCertified, Pass, Requests, TooManyDirections
 from saltflat.curvature.factors import NotAdditive, direction_count
 from saltflat.curvature.features import feature_scale
@@ -56,6 +56,7 @@ class Found:
     certificate: Certificate | None = None
     matrices: Mapping[str, Matrix] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
+    calls: Signature = ()
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -126,15 +127,15 @@ class Blocks:
         exact = [n for n in names if not reason and (linear or plan.certified[n])]
         self.reasons = dict.fromkeys(names, reason) if reason else dict(plan.reasons)
         self.weights = self._weights(plan)
-        found = Found(matrices=plan.matrices, rules=plan.rules)
+        found = Found(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
         samples = plan.samples
         requests = self._requests(names, CURVATURE)
         fisher = {} if reason else self._requests(names, FISHER)
-        if exact or fisher:
-            nothing = frozenset[Kind]()
-            sweep = {n: fisher.get(n, nothing) for n in names}
-            sweep |= {n: sweep[n] | requests.get(n, nothing) for n in exact}
-            samples = self._exact(found, {n: k for n, k in sweep.items() if k}, plan, stream, first)
+        nothing = frozenset[Kind]()
+        sweep = {n: fisher.get(n, nothing) for n in names}
+        sweep |= {n: sweep[n] | requests.get(n, nothing) for n in exact}
+        if wanted := {n: kinds for n, kinds in sweep.items() if kinds}:
+            samples = self._exact(found, wanted, plan, stream, first)
         rest = [n for n in names if n not in exact and requests.get(n)]
         if rest:
             self._probe(found, rest, plan)

@@ -1,1 +1,53 @@
-"""The measures of the papers, one a file."""
+"""The measures of the papers, one a file; MEASURES holds each under its name."""
+
+from saltflat.measures.adaptive_sharpness import AdaptiveSharpness
+from saltflat.measures.base import Context, Layer, Measure, NotApplicable
+from saltflat.measures.bn_sharpness import BNSharpness
+from saltflat.measures.delta_sharpness import DeltaSharpness
+from saltflat.measures.fisher_rao_norm import FisherRaoNorm
+from saltflat.measures.hessian_max_eigenvalue import HessianMaxEigenvalue
+from saltflat.measures.hessian_trace import HessianTrace
+from saltflat.measures.kappa import Kappa
+from saltflat.measures.kappa_trace import KappaTrace
+from saltflat.measures.matrix_normalized_sharpness import MatrixNormalizedSharpness
+from saltflat.measures.normalized_sharpness import NormalizedSharpness
+from saltflat.measures.relative_flatness import RelativeFlatness
+from saltflat.measures.rho import Rho
+from saltflat.measures.sam_sharpness import SamSharpness
+
+MEASURES: dict[str, type[Measure]] = {
+    "hessian_trace": HessianTrace,
+    "hessian_max_eigenvalue": HessianMaxEigenvalue,
+    "normalized_sharpness": NormalizedSharpness,
+    "matrix_normalized_sharpness": MatrixNormalizedSharpness,
+    "kappa": Kappa,
+    "kappa_trace": KappaTrace,
+    "rho": Rho,
+    "relative_flatness": RelativeFlatness,
+    "bn_sharpness": BNSharpness,
+    "delta_sharpness": DeltaSharpness,
+    "sam_sharpness": SamSharpness,
+    "adaptive_sharpness": AdaptiveSharpness,
+    "fisher_rao_norm": FisherRaoNorm,
+}
+
+__all__ = [
+    "MEASURES",
+    "AdaptiveSharpness",
+    "BNSharpness",
+    "Context",
+    "DeltaSharpness",
+    "FisherRaoNorm",
+    "HessianMaxEigenvalue",
+    "HessianTrace",
+    "Kappa",
+    "KappaTrace",
+    "Layer",
+    "MatrixNormalizedSharpness",
+    "Measure",
+    "NormalizedSharpness",
+    "NotApplicable",
+    "RelativeFlatness",
+    "Rho",
+    "SamSharpness",
+]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
 from saltflat.curvature.matrix import Matrix
+from saltflat.curvature.quantities import Kind
 from saltflat.errors import SaltflatError
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
 
-Need = Literal["trace", "diagonal", "columns", "rows", "flatness", "fisher", "passes"]
+# A kind of curvature, or "passes": further passes over the data with other parameters.
+Need = Kind | Literal["passes"]
 
 
 class NotApplicable(SaltflatError, ValueError):
@@ -32,6 +34,7 @@ class Layer:
     matrix: Matrix
     weight: Tensor  # detached, in the dtype of the computation
     kind: str  # the rule that serves it: "linear", "conv", …
+    position: int = -1  # of its last call in a forward pass, −1 if no rule saw one
 
 
 @final
@@ -65,18 +68,45 @@ class Quantity:
         return float(totals.std() / len(totals) ** 0.5)
 
 
+class Engine(Protocol):
+    """What computes curvature on demand."""
+
+    @property
+    def curvature(self) -> str:
+        """Whose it is: the Hessian, or the Gauss–Newton matrix ("ggn")."""
+
+    def quantities(self, kinds: frozenset[Kind]) -> dict[Kind, Quantity]:
+        """Several kinds from one sweep over the data."""
+
+    def eigenvalue(self, names: Sequence[str], tol: float) -> tuple[float, float]:
+        """The largest eigenvalue of some blocks together, and its residual norm."""
+
+
 @final
 @dataclass(slots=True)
 class Context:
     """One model under measurement; the model is lent, so it may be run and perturbed.
 
-    `quantities` holds what the measures said they need, each computed once.
+    `quantities` holds what the measures said they need, each computed once; `quantity` computes
+    another when it turns out to be needed.
     """
 
     risk: Risk
     layers: Sequence[Layer]
-    quantities: Mapping[Need, Quantity]
+    quantities: dict[Kind, Quantity]
     seed: int = 0
+    engine: Engine | None = None
+
+    def quantity(self, kind: Kind) -> Quantity:
+        if kind not in self.quantities:
+            assert self.engine is not None
+            self.quantities.update(self.engine.quantities(frozenset({kind})))
+        if kind not in self.quantities:
+            raise NotApplicable(
+                "It needs the gradients of single samples, which this model or loss does not have: "
+                "samples depend on each other."
+            )
+        return self.quantities[kind]
 
 
 class Measure(ABC):
@@ -100,6 +130,15 @@ class Measure(ABC):
     def required(self) -> frozenset[Need]:
         """What these settings need; by default `needs`."""
         return self.needs
+
+    def measurement(self, **fields: Any) -> Measurement:
+        """A measurement of this measure with its name, settings and invariance filled in."""
+        return Measurement(
+            name=self.name,
+            invariant_to=self.invariant_to,
+            settings=self.settings(),
+            **fields,
+        )
 
 
 def norm_squared(layer: Layer) -> float:

@@ -10,30 +10,27 @@ from saltflat.measures.base import Context, Measure, Need, norm_squared
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KappaTrace(Measure):
     """κ_τ^l = ‖W_l‖² Tr H_l (Petzka et al. 2019, Table 1); the value is κ_τ^Σ = Σ_l κ_τ^l."""
 
     name: ClassVar[str] = "kappa_trace"
     title: ClassVar[str] = "Σ_l ‖W_l‖² Tr H_l"
-    paper: ClassVar[str] = "A Reparameterization-Invariant Flatness Measure (Petzka et al. 2019)"
+    paper: ClassVar[str] = "Petzka et al. 2019"
     equation: ClassVar[str] = "Table 1, κ_τ"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
 
     def compute(self, context: Context) -> Measurement:
-        trace = context.quantities["trace"]
+        trace = context.quantity("trace")
         norms = {layer.parameter: norm_squared(layer) for layer in context.layers}
         by_layer = {
             layer.name: norms[layer.parameter] * float(trace.values[layer.parameter])
             for layer in context.layers
         }
-        return Measurement(
-            name=self.name,
+        return self.measurement(
             value=sum(by_layer.values()),
             exact=trace.exact(norms),
             stderr=trace.stderr(norms),
-            invariant_to=self.invariant_to,
-            settings=self.settings(),
             by_layer=by_layer,
         )

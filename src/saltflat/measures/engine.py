@@ -1,0 +1,76 @@
+"""Curvature for measures: several quantities from one sweep, as `Quantity` values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from saltflat.curvature.blocks import Blocks, Found
+from saltflat.curvature.products import Curvature
+from saltflat.curvature.quantities import EVERY_PARAMETER, Kind
+from saltflat.curvature.settings import Settings
+from saltflat.curvature.stochastic import Hutchinson
+from saltflat.measures.base import Layer, Quantity
+from saltflat.risk import Risk
+
+# Groups of draws that are kept of an estimate, to tell the error of what is made of it.
+_GROUPS = 20
+
+
+@final
+class CurvatureEngine:
+    """Computes quantities of one risk, inside its session."""
+
+    def __init__(
+        self, risk: Risk, curvature: Curvature, estimator: Hutchinson, settings: Settings, seed: int
+    ) -> None:
+        self.risk, self.curvature, self.seed = risk, curvature, seed
+        self.estimator, self.settings = estimator, settings
+        self.found: Found | None = None  # of the first sweep
+        self.warnings: list[str] = []
+        self._eigenvalues: dict[tuple[str, ...], tuple[float, float]] = {}
+
+    def quantities(self, kinds: frozenset[Kind]) -> dict[Kind, Quantity]:
+        groups = min(self.estimator.probes, _GROUPS)
+        found = self._blocks(kinds, groups).find()
+        self.warnings += [w for w in found.warnings if w not in self.warnings]
+        if self.found is None:
+            self.found = found
+        return {kind: _quantity(found, kind) for kind in kinds if kind in found.entries}
+
+    def eigenvalue(self, names: Sequence[str], tol: float) -> tuple[float, float]:
+        key = (*names, str(tol))
+        if key not in self._eigenvalues:
+            blocks = self._blocks(frozenset(), 0)
+            value, residual, _ = blocks.largest_eigenvalue(names, tol, self.seed)
+            self._eigenvalues[key] = value, residual
+        return self._eigenvalues[key]
+
+    def _blocks(self, kinds: frozenset[Kind], groups: int) -> Blocks:
+        return Blocks(
+            self.risk, kinds, self.curvature, self.estimator, self.settings, groups=groups
+        )
+
+    def layers(self) -> list[Layer]:
+        """The weight matrices, in `named_parameters` order."""
+        if self.found is None:  # nothing was asked for yet: a look at the model is enough
+            self.found = self._blocks(frozenset(), 0).find()
+        last = {name: k for k, (_, names) in enumerate(self.found.calls) for name in names}
+        return [
+            Layer(
+                name.removesuffix(".weight") or name,
+                name,
+                matrix,
+                self.risk.parameters[name].detach(),
+                self.found.rules[name],
+                last.get(name, -1),
+            )
+            for name, matrix in self.found.matrices.items()
+        ]
+
+
+def _quantity(found: Found, kind: Kind) -> Quantity:
+    entries = found.entries[kind]
+    drawn = {n: e.draws for n, e in entries.items() if not e.exact and e.draws is not None}
+    assert kind in EVERY_PARAMETER or all(n in found.matrices for n in entries)
+    return Quantity({n: e.value.double() for n, e in entries.items()}, drawn)

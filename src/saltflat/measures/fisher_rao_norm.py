@@ -1,0 +1,102 @@
+"""The Fisher–Rao norm, parameter by parameter or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from saltflat.errors import InvalidValue
+from saltflat.losses import Loss
+from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
+
+
+@final
+@dataclass(frozen=True)
+class FisherRaoNorm(Measure):
+    """Σ_i θ_i² E[(∂ℓ/∂θ_i)²] over weight matrices (Tsuzuku et al. 2020, eq. 25).
+
+    `form="liang"` gives the norm of Liang et al. (2019), E⟨θ, ∂ℓ/∂θ⟩², by its closed form
+    D² E⟨∂ℓ/∂o, o⟩² for networks that are homogeneous of degree D in their weights; whether one is,
+    and of what degree, is found out by doubling the weights.
+    """
+
+    form: Literal["parameterwise", "liang"] = "parameterwise"
+
+    name: ClassVar[str] = "fisher_rao_norm"
+    title: ClassVar[str] = "Σ_i θ_i² E[(∂ℓ/∂θ_i)²]"
+    paper: ClassVar[str] = "Liang et al. 2019; Tsuzuku et al. 2020"
+    equation: ClassVar[str] = "(25)"
+    needs: ClassVar[frozenset[Need]] = frozenset({"fisher"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
+
+    def __post_init__(self) -> None:
+        if self.form not in ("parameterwise", "liang"):
+            raise InvalidValue(
+                f"The form of FisherRaoNorm must be 'parameterwise' or 'liang'. Got {self.form!r}."
+            )
+
+    def required(self) -> frozenset[Need]:
+        return frozenset({"passes"}) if self.form == "liang" else self.needs
+
+    def compute(self, context: Context) -> Measurement:
+        if self.form == "liang":
+            return self._liang(context)
+        fisher = context.quantity("fisher")
+        by_layer = {x.name: float(fisher.values[x.parameter]) for x in context.layers}
+        return self.measurement(value=sum(by_layer.values()), exact=True, by_layer=by_layer)
+
+    def _liang(self, context: Context) -> Measurement:
+        risk = context.risk
+        if not isinstance(risk.loss, Loss):
+            raise NotApplicable("The loss is not a mean or a sum over samples.")
+        degree = _degree(context)
+        total, samples, normaliser = 0.0, 0, 0.0
+        for batch in risk.batches():
+            with torch.no_grad():
+                outputs = risk.forward(batch)
+            at = outputs.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(risk.loss.total(at, batch.targets), at)
+            inner = (slope * outputs).double().flatten(1).sum(1)
+            total += float(inner.square().sum())
+            samples += batch.size
+            normaliser += risk.loss.normaliser(outputs, batch.targets)
+        # The risk is the mean of ℓ = s n / N over samples, or the sum of ℓ = s.
+        scale = (samples / normaliser) ** 2 if risk.loss.mean else 1.0
+        value = degree**2 * total * scale / samples
+        return self.measurement(value=value, exact=True, details={"degree": degree})
+
+
+def _degree(context: Context) -> int:
+    """D with f(2θ) = 2^D f(θ), θ the weight matrices."""
+    risk = context.risk
+    few = next(risk.batches()).part(0, 8)
+    with torch.no_grad():
+        before = risk.forward(few)
+        with _doubled([risk.parameters[layer.parameter] for layer in context.layers]):
+            after = risk.forward(few)
+    sizes = before.abs().double().sum(), after.abs().double().sum()
+    degree = round(float((sizes[1] / sizes[0]).log2())) if all(s > 0 for s in sizes) else 0
+    if degree < 1 or not torch.allclose(after, before * 2.0**degree, rtol=1e-4):
+        raise NotApplicable(
+            "The network is not homogeneous in its weights (it has biases, normalisation or a "
+            "curved activation), so Liang's closed form does not hold."
+        )
+    return degree
+
+
+@contextmanager
+def _doubled(parameters: list[Tensor]) -> Iterator[None]:
+    before = [p.data for p in parameters]
+    try:
+        for p in parameters:
+            p.data = p.data * 2
+        yield
+    finally:
+        for p, data in zip(parameters, before, strict=True):
+            p.data = data

@@ -1,0 +1,36 @@
+"""The largest eigenvalue of the whole Hessian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from saltflat.measurement import Measurement, Symmetry
+from saltflat.measures.base import Context, Measure, Need
+
+
+@final
+@dataclass(frozen=True)
+class HessianMaxEigenvalue(Measure):
+    """λ_max(H) over all measured parameters, algebraically largest, by Lanczos iteration.
+
+    `by_parameter=True` adds the largest eigenvalue of every parameter's own block.
+    """
+
+    tol: float = 1e-6
+    by_parameter: bool = False
+
+    name: ClassVar[str] = "hessian_max_eigenvalue"
+    title: ClassVar[str] = "λ_max(H)"
+    paper: ClassVar[str] = "Keskar et al. 2017; Yao et al. 2018"
+    equation: ClassVar[str] = ""
+    needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+
+    def compute(self, context: Context) -> Measurement:
+        assert context.engine is not None
+        names = list(context.risk.parameters)
+        value, residual = context.engine.eigenvalue(names, self.tol)
+        wanted = names if self.by_parameter else []
+        blocks = {name: context.engine.eigenvalue([name], self.tol)[0] for name in wanted}
+        return self.measurement(value=value, exact=True, gap=residual, by_parameter=blocks)

@@ -1,0 +1,48 @@
+"""Matrix-normalized sharpness: flatness on the scale of each weight matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar, final
+
+from saltflat.measurement import Measurement, Symmetry
+from saltflat.measures.base import Context, Measure, Need, NotApplicable, norm_squared
+
+
+@final
+@dataclass(frozen=True)
+class MatrixNormalizedSharpness(Measure):
+    """Σ_d sqrt(‖W_d‖²_F · Tr H_d) (Tsuzuku et al. 2020, eq. 13).
+
+    A trace below zero (an indefinite loss, or the noise of an estimate) counts as zero.
+    """
+
+    name: ClassVar[str] = "matrix_normalized_sharpness"
+    title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
+    paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    equation: ClassVar[str] = "(13)"
+    needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def compute(self, context: Context) -> Measurement:
+        trace = context.quantity("trace")
+        by_layer, slopes, clipped = {}, {}, []
+        for layer in context.layers:
+            curvature, norm = float(trace.values[layer.parameter]), norm_squared(layer)
+            if curvature < 0:
+                clipped.append(f"{layer.name} ({curvature:.3g})")
+            root = sqrt(norm * max(curvature, 0.0))
+            by_layer[layer.name] = root
+            # d sqrt(n t) / dt, for the standard error
+            slopes[layer.parameter] = root / (2 * curvature) if curvature > 0 else 0.0
+        if len(clipped) == len(by_layer):
+            raise NotApplicable("The trace of every weight matrix is negative.")
+        notes = (f"negative traces counted as zero: {', '.join(clipped)}",) if clipped else ()
+        return self.measurement(
+            value=sum(by_layer.values()),
+            exact=trace.exact(slopes),
+            stderr=trace.stderr(slopes),
+            by_layer=by_layer,
+            notes=notes,
+        )

@@ -1,0 +1,108 @@
+"""Normalized sharpness: flatness on the scale of every row and column of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from saltflat.convex.balance import balance
+from saltflat.errors import InvalidValue
+from saltflat.measurement import Measurement, Symmetry
+from saltflat.measures.base import Context, Layer, Measure, Need
+
+
+@final
+@dataclass(frozen=True)
+class NormalizedSharpness(Measure):
+    """Σ_d min_{σ,σ'} Σ_ij h_ij (σ_i σ'_j)² + W_ij² / (2λ (σ_i σ'_j)²).
+
+    Tsuzuku et al. 2020, eq. 17. h is the exact diagonal of the Hessian of the report's loss; the paper takes the normalized
+    cross-entropy of its eqs. 20–22 (`loss="normalized_cross_entropy"`). The minimum is found
+    exactly by alternating minimisation with a duality gap. Convolutions share σ over kernel
+    positions. Where h summed over the kernel is negative it counts as zero; `details["clipped"]`
+    is the share of |h| that this concerns.
+    """
+
+    lam: float = 0.5
+
+    name: ClassVar[str] = "normalized_sharpness"
+    title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
+    paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    equation: ClassVar[str] = "(17)"
+    needs: ClassVar[frozenset[Need]] = frozenset({"diagonal"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer", "neuron", "batchnorm"})
+
+    def __post_init__(self) -> None:
+        if not self.lam > 0:
+            raise InvalidValue(f"lam of NormalizedSharpness must be positive. Got {self.lam}.")
+
+    def compute(self, context: Context) -> Measurement:
+        diagonal = context.quantity("diagonal")
+        factor = sqrt(0.5 / self.lam)
+        by_layer, weights = dict[str, float](), dict[str, Tensor | float]()
+        gap, negative, size = 0.0, 0.0, 0.0
+        unattained = []
+        for layer in context.layers:
+            h = diagonal.values[layer.parameter]
+            found = balance_layer(layer, h)
+            by_layer[layer.name] = factor * found.value
+            weights[layer.parameter] = factor * found.slopes
+            gap += factor * found.gap
+            negative, size = negative + found.negative, size + found.size
+            if not found.attained:
+                unattained.append(layer.name)
+        clipped = negative / size if size > 0 else 0.0
+        notes = []
+        if clipped > 0:
+            notes.append(f"{clipped:.2%} of |h| is negative and counts as zero")
+        if unattained:
+            notes.append(f"the minimum is a limit, not attained, in {', '.join(unattained)}")
+        return self.measurement(
+            value=sum(by_layer.values()),
+            exact=diagonal.exact(weights),
+            stderr=diagonal.stderr(weights),
+            gap=gap,
+            by_layer=by_layer,
+            details={"clipped": clipped},
+            notes=tuple(notes),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BalancedLayer:
+    """The minimum for one layer; `slopes` is its derivative in h, of the weight's shape."""
+
+    value: float
+    gap: float
+    attained: bool
+    slopes: Tensor
+    negative: float
+    size: float
+
+
+def balance_layer(layer: Layer, h: Tensor) -> BalancedLayer:
+    """eq. 17 for one weight at λ = ½, group by group."""
+    matrix = layer.matrix
+    weight = layer.weight.to(h.device, torch.float64)
+    sums, squares = matrix.grouped(h).sum(-1), matrix.grouped(weight.square()).sum(-1)
+    value = gap = 0.0
+    attained, slopes = True, []
+    for curvature, square in zip(sums.clamp(min=0), squares, strict=True):
+        found = balance(curvature, square)
+        value, gap, attained = value + found.value, gap + found.gap, attained and found.attained
+        slopes.append(torch.exp(found.x[:, None] + found.y[None]))
+    spread = torch.stack(slopes).unsqueeze(-1).expand(matrix.grouped(h).shape)
+    negative = float(sums.clamp(max=0).abs().sum())
+    return BalancedLayer(
+        value,
+        gap,
+        attained,
+        matrix.ungrouped(torch.where(sums.unsqueeze(-1) > 0, spread, 0.0), h.shape),
+        negative,
+        float(sums.abs().sum()),
+    )

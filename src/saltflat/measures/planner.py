@@ -1,0 +1,160 @@
+"""`measure` and `compare`: all measures from one call, each curvature quantity computed once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from saltflat.curvature.functions import checked_settings
+from saltflat.curvature.products import Curvature
+from saltflat.curvature.quantities import CURVATURE, FISHER, Kind
+from saltflat.curvature.settings import Certify
+from saltflat.curvature.stochastic import Hutchinson
+from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.losses import LossLike
+from saltflat.measurement import Measurement
+from saltflat.measures import MEASURES
+from saltflat.measures.base import Context, Measure, NotApplicable
+from saltflat.measures.engine import CurvatureEngine
+from saltflat.measures.provenance import provenance
+from saltflat.report import Comparison, Report
+from saltflat.report.progress import Callback, reporting
+from saltflat.risk import Output, Risk, Unpack
+
+
+def measure(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    measures: Iterable[str | Measure] | None = None,
+    *,
+    curvature: Curvature = "hessian",
+    parameters: str | Iterable[str] = "trainable",
+    estimator: Hutchinson | None = None,
+    certify: Certify = "sample",
+    max_directions: int = 1000,
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+    seed: int = 0,
+    progress: bool | Callback | None = None,
+) -> Report:
+    """Measure how flat a model's minimum is, by every measure or by those that are named.
+
+    Parameters
+    ----------
+    model, data, loss : as in `trace`; the model is left exactly as it was found.
+    measures : names or configured measures, e.g. `["rho", NormalizedSharpness(lam=1.0)]`; all of
+        them by default. One that does not apply to the model is then listed with the reason; one
+        that was named is an error.
+    estimator : `Hutchinson(…)`, for what cannot be had exactly.
+    seed : of the searches and estimates.
+    progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
+    Other arguments as in `trace`.
+    """
+    chosen = _chosen(measures)
+    settings = checked_settings(max_directions, memory_budget, certify)
+    strategy = _strategy(estimator, seed)
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    risk.watched.on = True
+    engine = CurvatureEngine(risk, curvature, strategy, settings, seed)
+    seconds: dict[str, float] = {}
+    done: dict[str, Measurement] = {}
+    skipped: dict[str, str] = {}
+    with reporting(progress) as step, risk.session():
+        step("curvature", 0, len(chosen) + 1)
+        start = perf_counter()
+        kinds = frozenset[Kind]().union(*(_kinds(m) for m in chosen))
+        quantities = engine.quantities(kinds) if kinds else {}
+        context = Context(risk, engine.layers(), quantities, seed, engine)
+        seconds["curvature"] = perf_counter() - start
+        for index, each in enumerate(chosen):
+            step(each.name, index + 1, len(chosen) + 1)
+            start = perf_counter()
+            try:
+                done[each.name] = _compute(each, context)
+            except (NotApplicable, ModelError) as reason:
+                if measures is not None:
+                    raise
+                skipped[each.name] = str(reason)
+            seconds[each.name] = perf_counter() - start
+        step("done", len(chosen) + 1, len(chosen) + 1)
+        source = provenance(risk, engine, seed, seconds)
+    for warning in engine.warnings:
+        warnings.warn(warning, stacklevel=2)
+    assert engine.found is not None
+    return Report(done, skipped, source, (*_notes(risk), *engine.found.notes))
+
+
+def compare(
+    models: Mapping[str, nn.Module], data: Any, loss: LossLike = "cross_entropy", **options: Any
+) -> Comparison:
+    """Measure several models on the same data, and put them side by side.
+
+    `data` is one for all, or a mapping with the same names as `models`. Options as in `measure`.
+    The result says when its numbers are not comparable: other data, loss or sample count.
+    """
+    if not isinstance(models, Mapping):
+        raise InvalidType(
+            "compare needs a mapping from names to models, e.g. {'sgd': a, 'sam': b}. "
+            f"Got {type(models).__name__}."
+        )
+    own = isinstance(data, Mapping) and set(data) == set(models)
+    reports = {}
+    for name, model in models.items():
+        reports[name] = measure(model, data[name] if own else data, loss, **options)
+    return Comparison(reports)
+
+
+def _kinds(measure: Measure) -> frozenset[Kind]:
+    return cast(frozenset[Kind], measure.required() & (CURVATURE | FISHER))
+
+
+def _compute(measure: Measure, context: Context) -> Measurement:
+    if not context.layers and measure.name != "hessian_trace":
+        raise NotApplicable("The model has no weight matrix among its measured parameters.")
+    return measure.compute(context)
+
+
+def _chosen(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
+    if measures is None:
+        return [kind() for kind in MEASURES.values()]
+    if isinstance(measures, str):
+        raise InvalidType(f"measures must be a list. Got a string; pass [{measures!r}].")
+    chosen: dict[str, Measure] = {}
+    for each in measures:
+        if isinstance(each, str):
+            if each not in MEASURES:
+                raise InvalidValue(f"Unknown measure {each!r}. {nearest(each, MEASURES)}")
+            each = MEASURES[each]()
+        elif not isinstance(each, Measure):
+            raise InvalidType(f"measures must hold names or measures. Got {type(each).__name__}.")
+        if each.name in chosen:
+            raise InvalidValue(f"The measure {each.name!r} is asked for twice.")
+        chosen[each.name] = each
+    if not chosen:
+        raise InvalidValue("measures is empty: there is nothing to measure.")
+    return list(chosen.values())
+
+
+def _strategy(estimator: Hutchinson | None, seed: int) -> Hutchinson:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InvalidType(f"seed must be an integer. Got {seed!r}.")
+    if estimator is None:
+        return Hutchinson(seed=seed)
+    if not isinstance(estimator, Hutchinson):
+        raise InvalidType(
+            "measure estimates by Hutchinson(…), which serves every quantity from the same "
+            f"products. Got {type(estimator).__name__}."
+        )
+    return estimator
+
+
+def _notes(risk: Risk) -> list[str]:
+    return [f"frozen, not measured: {', '.join(risk.frozen)}"] if risk.frozen else []

@@ -1,0 +1,90 @@
+"""Where a report's numbers came from."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import scipy
+import torch
+from torch import nn
+
+from saltflat.losses import JointLoss, Loss
+from saltflat.measures.engine import CurvatureEngine
+from saltflat.report import Provenance
+from saltflat.risk import Risk
+from saltflat.version import __version__
+
+
+def provenance(
+    risk: Risk, engine: CurvatureEngine, seed: int, seconds: Mapping[str, float]
+) -> Provenance:
+    seen = risk.watched.first
+    if seen is None:  # no measure needed a whole pass
+        for _ in risk.batches():
+            pass
+        seen = risk.watched.first
+    assert seen is not None
+    assert engine.found is not None
+    assert engine.found.certificate is not None
+    certificate = engine.found.certificate
+    like = next(iter(risk.parameters.values()))
+    return Provenance(
+        model=type(risk.model).__name__,
+        model_hash=model_hash(risk.model),
+        parameters=sum(p.numel() for p in risk.parameters.values()),
+        frozen=risk.frozen,
+        samples=seen.samples,
+        batches=seen.batches,
+        batch_size=seen.largest,
+        data_hash=f"{seen.checksum:016x}",
+        loss=describe(risk.loss),
+        curvature=engine.curvature,
+        dtype=str(like.dtype).removeprefix("torch."),
+        device=str(risk.device),
+        seed=seed,
+        certified_samples=certificate.samples,
+        certified=bool(certificate),
+        versions={
+            "saltflat": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "scipy": scipy.__version__,
+            "python": platform.python_version(),
+        },
+        seconds={step: round(s, 6) for step, s in seconds.items()},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def model_hash(model: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers, with their names, types and shapes."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        content = tensor.detach().cpu().contiguous().reshape(-1)
+        if content.numel():
+            digest.update(content.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def describe(loss: Loss | JointLoss | Callable[..., Any]) -> str:
+    """The loss's name, with the settings that change its value."""
+    name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
+    settings = []
+    for key, value in sorted(vars(loss).items() if hasattr(loss, "__dict__") else ()):
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        plain = isinstance(value, bool | int | float | str | list)
+        if plain and key not in ("name", "class_dim") and (key, value) not in _USUAL:
+            settings.append(f"{key}={value}")
+    return f"{name}({', '.join(settings)})" if settings else str(name)
+
+
+_USUAL = [("mean", True), ("ignore_index", -100), ("label_smoothing", 0.0)]

@@ -1,0 +1,179 @@
+"""Report: the measures of one model, and where they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from rich.console import Console
+from rich.table import Table
+
+from saltflat.errors import InvalidValue, MissingDependency, nearest
+from saltflat.measurement import Measurement
+from saltflat.report import store
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@final
+@dataclass(frozen=True)
+class Provenance:
+    """What was measured, on what, how, and with what."""
+
+    model: str
+    model_hash: str
+    parameters: int
+    frozen: tuple[str, ...]
+    samples: int
+    batches: int
+    batch_size: int
+    data_hash: str
+    loss: str
+    curvature: str
+    dtype: str
+    device: str
+    seed: int
+    certified_samples: int
+    certified: bool
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    created: str = ""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Report(Mapping[str, Measurement]):
+    """Measurements by name; `skipped` says why a measure is not among them."""
+
+    measurements: Mapping[str, Measurement]
+    skipped: Mapping[str, str]
+    provenance: Provenance
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Measurement:
+        if name in self.measurements:
+            return self.measurements[name]
+        if name in self.skipped:
+            raise KeyError(f"{name} was not measured: {self.skipped[name]}")
+        raise KeyError(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.measurements
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.measurements)
+
+    def __len__(self) -> int:
+        return len(self.measurements)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report to a .json file, whole or not at all."""
+        path = Path(path)
+        if path.suffix != ".json":
+            raise InvalidValue(f"A report is saved as .json. Got {path.name!r}.")
+        content = {
+            "saltflat": 1,
+            "measurements": {k: store.encode(m) for k, m in self.measurements.items()},
+            "skipped": dict(self.skipped),
+            "provenance": asdict(self.provenance),
+            "notes": list(self.notes),
+        }
+        store.write(path, json.dumps(store.plain(content), indent=1, allow_nan=False))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read a report that `save` wrote."""
+        content = store.read(Path(path))
+        provenance = dict(content["provenance"])
+        provenance["frozen"] = tuple(provenance["frozen"])
+        return cls(
+            {k: store.decode(m) for k, m in content["measurements"].items()},
+            content["skipped"],
+            Provenance(**provenance),
+            tuple(content["notes"]),
+        )
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row a measure."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingDependency(
+                "A DataFrame needs pandas, which is not installed. "
+                "Install it with: pip install pandas"
+            ) from error
+        rows = [
+            {
+                "measure": m.name,
+                "value": m.value,
+                "exact": m.exact,
+                "stderr": m.stderr,
+                "gap": m.gap,
+                "lower_bound": m.lower_bound,
+                "invariant_to": ", ".join(sorted(m.invariant_to)),
+            }
+            for m in self.values()
+        ]
+        return pandas.DataFrame(rows).set_index("measure")
+
+    def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Any:
+        """The two side by side, and whether that is meaningful."""
+        from saltflat.report.comparison import Comparison
+
+        return Comparison({names[0]: self, names[1]: other})
+
+    def layers(self) -> Table:
+        """The values by layer, a column a measure."""
+        columns = [m for m in self.values() if m.by_layer]
+        names = list(dict.fromkeys(layer for m in columns for layer in m.by_layer))
+        table = Table(title="By layer", title_justify="left")
+        table.add_column("layer")
+        for m in columns:
+            table.add_column(m.name, justify="right")
+        for layer in names:
+            cells = [f"{m.by_layer[layer]:.5g}" if layer in m.by_layer else "" for m in columns]
+            table.add_row(layer, *cells)
+        return table
+
+    def __rich__(self) -> Table:
+        p = self.provenance
+        title = f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}"
+        table = Table(title=title, title_justify="left", caption_justify="left")
+        table.add_column("measure", no_wrap=True)
+        table.add_column("value", justify="right", no_wrap=True)
+        table.add_column("certainty", no_wrap=True)
+        table.add_column("invariant to")
+        table.add_column("with")
+        for m in self.values():
+            table.add_row(m.name, f"{m.value:.6g}", m.certainty, invariance(m), _settings(m))
+        for name, reason in self.skipped.items():
+            table.add_row(name, "–", "[dim]does not apply[/]", "", reason)
+        notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
+        table.caption = "\n".join([*self.notes, *notes]) or None
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    __repr__ = __str__
+
+
+def invariance(m: Measurement) -> str:
+    """`every rescaling`, `layer, neuron`, or `nothing`."""
+    if len(m.invariant_to) == 4:
+        return "every rescaling"
+    order = ("layer", "neuron", "batchnorm", "attention")
+    return ", ".join(kind for kind in order if kind in m.invariant_to) or "nothing"
+
+
+def _settings(m: Measurement) -> str:
+    shown = {k: v for k, v in m.settings.items() if v is not None and v is not False}
+    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
