@@ -1,0 +1,228 @@
+"""Batch normalisation: batch statistics in evaluation mode, and which units feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from saltflat.errors import DataError
+from saltflat.measures.base import Layer
+from saltflat.risk import Risk
+
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
+
+
+@final
+class BatchStatistics(TorchFunctionMode):
+    """Every batch normalisation in a forward pass takes the statistics of the batch.
+
+    The running statistics are not handed on, so they stay as they are. Whoever calls
+    `F.batch_norm` is seen, a user's own module too.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        names = (*_BATCH_NORM, "momentum", "eps")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        x = bound["input"]
+        if x.numel() == x.shape[1]:
+            raise DataError(
+                f"BatchNorm sees one value a channel in {self.where}, which has no spread. Batch "
+                "statistics need two samples or more; leave the last batch out (drop_last=True)."
+            )
+        return func(**bound | {"running_mean": None, "running_var": None, "training": True})
+
+
+@contextmanager
+def batch_mode(model: nn.Module) -> Iterator[None]:
+    """Torch's BatchNorm modules take the statistics of the batch, and keep no record of them.
+
+    For the backward pass: checkpointing runs the model again there, unseen by a function mode.
+    """
+    found = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [(m, m.training, m.track_running_stats) for m in found]
+    try:
+        for m in found:
+            m.training, m.track_running_stats = True, False
+        yield
+    finally:
+        for m, training, tracking in before:
+            m.training, m.track_running_stats = training, tracking
+
+
+_LINEAR = {F.linear: -1}
+_CONVOLUTIONS = dict.fromkeys(
+    (
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+    ),
+    1,
+)
+_UNITS: dict[Any, int] = _LINEAR | _CONVOLUTIONS  # operation -> dimension of its output units
+
+# What hands entries on as they are. Dropout does, in evaluation mode.
+_PASSING = frozenset(
+    {
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "squeeze",
+        "unsqueeze",
+        "contiguous",
+        "clone",
+        "cat",
+        "concat",
+        "concatenate",
+        "chunk",
+        "split",
+        "narrow",
+        "select",
+        "__getitem__",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+    }
+)
+
+
+@final
+class Feeds(TorchFunctionMode):
+    """Watch a forward pass and find the units whose output goes to BatchNorm and nowhere else.
+
+    Every output of a layer is accompanied by the numbers of its units, a tensor of the same
+    shape, and what passes entries on is carried out on the numbers too. A unit counts if it has
+    channels of BatchNorm to itself and is used by nothing else; scaling its weights by a > 0 then
+    changes nothing, whatever its bias.
+    """
+
+    def __init__(self, layers: Sequence[Layer], parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.ranges: dict[str, range] = {}  # parameter -> the numbers of its units
+        self.weights: dict[int, range] = {}  # the same by the id of the parameter
+        count = 1  # 0: not the output of a layer
+        for layer in layers:
+            units = layer.matrix.rows(layer.weight).numel()
+            numbers = range(count, count + units)
+            self.ranges[layer.parameter] = numbers
+            self.weights[id(parameters[layer.parameter])] = numbers
+            count += units
+        self.fed = torch.zeros(count, dtype=torch.bool)
+        self.elsewhere = torch.zeros(count, dtype=torch.bool)
+        self.numbers: dict[int, Tensor] = {}
+        self.alive: list[Any] = []  # an id is good as long as its tensor lives
+
+    def units(self) -> dict[str, Tensor]:
+        """For every layer, by parameter: which of its units feed BatchNorm."""
+        good = self.fed & ~self.elsewhere
+        return {name: good[r.start : r.stop] for name, r in self.ranges.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+            return output  # a shape, a flag
+        name = getattr(func, "__name__", "")
+        if func in _UNITS:
+            self._layer(func, args, kwargs, output)
+        elif func is F.batch_norm:
+            self._batch_norm(args[0] if args else kwargs["input"])
+            self.use((args[1:], {k: v for k, v in kwargs.items() if k != "input"}))
+        elif name in _PASSING:
+            self._pass_on(func, args, kwargs, output)
+        else:
+            self.use((args, kwargs))
+        return output
+
+    def _layer(self, func: Any, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> None:
+        bound = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+        self.use([args[2:], {k: v for k, v in kwargs.items() if k != "weight"}, bound["input"]])
+        known = self.weights.get(id(bound["weight"]))
+        if known is None:
+            return
+        dim = _UNITS[func]
+        units = torch.arange(known.start, known.stop, device=output.device)
+        shape = [1] * output.ndim
+        shape[dim] = -1
+        self._keep(output, units.view(shape).expand(output.shape))
+
+    def _batch_norm(self, x: Tensor) -> None:
+        numbers = self.numbers.get(id(x))
+        if numbers is None:
+            return
+        channels = numbers.movedim(1, 0).flatten(1).cpu()
+        alone = (channels == channels[:, :1]).all(1)
+        self.fed[channels[alone, 0]] = True
+        self.elsewhere[channels[~alone].flatten()] = True
+        self.fed[0] = self.elsewhere[0] = False
+
+    def _pass_on(self, func: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        if not any(id(leaf) in self.numbers for leaf in leaves):
+            self.use((args, kwargs))
+            return
+        if "dropout" in func.__name__:
+            self._keep(output, self.numbers[id(args[0] if args else kwargs["input"])])
+            return
+
+        def number(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            other = torch.zeros((), dtype=torch.int64, device=leaf.device).expand(leaf.shape)
+            return self.numbers.get(id(leaf), other)
+
+        moved = func(*tree_map(number, args), **tree_map(number, kwargs))
+        for out, numbers in zip(tree_leaves(output), tree_leaves(moved), strict=True):
+            self._keep(out, numbers)
+
+    def _keep(self, output: Tensor, numbers: Tensor) -> None:
+        self.alive.append(output)
+        self.numbers[id(output)] = numbers
+
+    def use(self, arguments: Any) -> None:
+        """Something else takes these: their units are not BatchNorm's alone."""
+        for leaf in tree_leaves(arguments):
+            if id(leaf) in self.numbers:
+                self.elsewhere[self.numbers[id(leaf)].flatten().cpu()] = True
+            elif id(leaf) in self.weights:
+                numbers = self.weights[id(leaf)]
+                self.elsewhere[numbers.start : numbers.stop] = True
+        self.elsewhere[0] = False
+
+
+def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
+    few = next(risk.batches()).part(0, 2)
+    feeds = Feeds(layers, risk.parameters)
+    with feeds:  # gradients on: without them some modules take a path that cannot be watched
+        outputs = risk.forward(few)
+    feeds.use(outputs)
+    return feeds.units()

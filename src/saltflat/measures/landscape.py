@@ -1,0 +1,237 @@
+"""The loss around the model's parameters: its value and gradient at θ + v."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.record import Safe
+from saltflat.curvature.settings import Settings
+from saltflat.curvature.start import start
+from saltflat.errors import DataError
+from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
+from saltflat.measures.batchnorm import BatchStatistics, batch_mode
+from saltflat.risk import Batch, Risk, join
+from saltflat.session import full_precision
+
+Vector = Mapping[str, Tensor]
+Gradient = dict[str, Tensor]
+
+
+class Surface(ABC):
+    """A loss as a function of the shift v of some parameters; what v does not name stays.
+
+    Only inside a session of the risk. TensorFloat-32 is off, because a weight with ten binary
+    digits does not feel a small shift; sums over samples and batches are in float64.
+    """
+
+    def __init__(self, risk: Risk, names: Sequence[str]) -> None:
+        self.risk = risk
+        self.parameters = {name: risk.parameters[name] for name in dict.fromkeys(names)}
+        self.evaluations = 0
+        self._checked = False  # data and targets are looked at once
+
+    def value(self, v: Vector | None = None) -> float:
+        """L(θ + v)."""
+        with self._at(v or {}), torch.no_grad():
+            return self._finite(self._value())
+
+    def gradient(self, v: Vector | None = None) -> tuple[float, Gradient]:
+        """L(θ + v) and its gradient in the parameters, in float64."""
+        with self._at(v or {}):
+            sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
+            value = self._finite(self._gradient(sums))
+        return value, sums
+
+    @abstractmethod
+    def _value(self) -> float:
+        """The loss where the parameters are."""
+
+    @abstractmethod
+    def _gradient(self, sums: Gradient) -> float:
+        """The same, and its gradient added to `sums`."""
+
+    @contextmanager
+    def _at(self, v: Vector) -> Iterator[None]:
+        kept = {name: self.parameters[name].data for name in v}
+        self.evaluations += 1
+        try:
+            for name, data in kept.items():
+                moved = data.double() + v[name].to(data.device)
+                self.parameters[name].data = moved.to(data.dtype)
+            with full_precision(self.risk.device):
+                yield
+        finally:
+            for name, data in kept.items():
+                self.parameters[name].data = data
+
+    def _forward(self, batch: Batch) -> Tensor:
+        with Safe():
+            outputs = self.risk.forward(batch)
+        if not self._checked:
+            self.risk.check(outputs, batch)
+        return outputs
+
+    def _finite(self, value: float) -> float:
+        if not math.isfinite(value):
+            raise DataError(
+                f"The loss is {value} at shifted parameters: it overflows. Use a smaller radius, "
+                "or a wider dtype (dtype=torch.float64)."
+            )
+        self._checked = True
+        return value
+
+    def _add(self, sums: Gradient, of: Tensor, cotangent: Tensor | None = None) -> None:
+        if not of.requires_grad:
+            return
+        found = torch.autograd.grad(
+            of, list(self.parameters.values()), cotangent, allow_unused=True
+        )
+        for total, part in zip(sums.values(), found, strict=True):
+            if part is not None:
+                total += part
+
+
+@final
+class Landscape(Surface):
+    """The risk itself: evaluation mode, the global normaliser, whatever the batches are."""
+
+    def __init__(
+        self, risk: Risk, names: Sequence[str], *, memory_budget: int | None = None
+    ) -> None:
+        super().__init__(risk, names)
+        settings = Settings(memory_budget=memory_budget)
+        plan = start(risk, next(risk.batches()), settings)
+        self.coupled = plan.coupled
+        # A gradient keeps about twice what a forward pass does.
+        each = plan.width * 8 * (plan.inputs + plan.activations + plan.outputs.numel())
+        self.chunk = max(1, settings.budget(risk.device) // each)
+
+    def _value(self) -> float:
+        return self._halving(lambda: self._over_chunks(None))
+
+    def _gradient(self, sums: Gradient) -> float:
+        def attempt() -> float:
+            for total in sums.values():
+                total.zero_()
+            return self._over_chunks(sums)
+
+        return self._halving(attempt)
+
+    def _halving(self, attempt: Callable[[], float]) -> float:
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as error:
+                if not out_of_memory(error) or self.chunk == 1 or self.coupled:
+                    raise
+            self.chunk //= 2
+
+    def _over_chunks(self, sums: Gradient | None) -> float:
+        loss = self.risk.loss
+        if isinstance(loss, CustomLoss | JointLoss):
+            return self._together(loss.call, sums)
+        assert isinstance(loss, Loss), "users' own were told apart at the start"
+        value = normaliser = 0.0
+        for batch in self._chunks():
+            outputs = self._forward(batch)
+            total = loss.total(outputs.double(), batch.targets)
+            normaliser += loss.normaliser(outputs, batch.targets)
+            value += total.item()
+            if sums is not None:
+                self._add(sums, total)
+        scale = divisor(loss, normaliser)
+        for entry in (sums or {}).values():
+            entry /= scale
+        return value / scale
+
+    def _together(self, call: Callable[..., Tensor], sums: Gradient | None) -> float:
+        """A user's loss is what it returns on all outputs at once; it need not add up.
+
+        Its gradient in the outputs is then sent backwards, chunk by chunk.
+        """
+        seen = []
+        with torch.no_grad():
+            for batch in self._chunks():
+                outputs = self._forward(batch)
+                seen.append(Batch(outputs, batch.targets, batch.size, batch.where))
+        everything = join(seen)
+        if sums is None:
+            return scalar(call, everything.inputs, everything.targets).item()
+        o = everything.inputs.requires_grad_()
+        value = scalar(call, o, everything.targets)
+        (slope,) = torch.autograd.grad(value, o)
+        first = 0
+        for batch in self._chunks():
+            self._add(sums, self._forward(batch), slope[first : first + batch.size])
+            first += batch.size
+        return value.item()
+
+    def _chunks(self) -> Iterator[Batch]:
+        if self.coupled:
+            yield join(list(self.risk.batches()))
+            return
+        for batch in self.risk.batches():
+            for first in range(0, batch.size, self.chunk):
+                yield batch.part(first, first + self.chunk)
+
+
+@final
+class BatchLandscape(Surface):
+    """The mean over the data's batches of the loss of one batch, BatchNorm with the statistics of
+    the batch and everything else in evaluation mode (Yi et al. 2019, eq. 2).
+
+    It depends on how the data are batched. Running statistics are neither used nor changed.
+    """
+
+    batch_size = 0  # of the largest batch
+    batches = 0
+
+    def _value(self) -> float:
+        return self._over_batches(None)
+
+    def _gradient(self, sums: Gradient) -> float:
+        return self._over_batches(sums)
+
+    def _over_batches(self, sums: Gradient | None) -> float:
+        value = 0.0
+        self.batches = 0
+        for batch in self.risk.batches():
+            self.batches += 1
+            self.batch_size = max(self.batch_size, batch.size)
+            try:
+                with batch_mode(self.risk.model):
+                    with BatchStatistics(batch.where):
+                        outputs = self._forward(batch)
+                    one = _batch_loss(self.risk.loss, outputs, batch.targets)
+                    if sums is not None:
+                        self._add(sums, one)
+                value += one.item()
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    raise DataError(
+                        f"There is no memory for the {batch.size} samples of {batch.where} at "
+                        "once, which batch statistics need. Use a DataLoader of smaller batches."
+                    ) from error
+                raise
+        for entry in (sums or {}).values():
+            entry /= self.batches
+        return value / self.batches
+
+
+def _batch_loss(
+    loss: Loss | JointLoss | Callable[..., Tensor], outputs: Tensor, targets: Any
+) -> Tensor:
+    if isinstance(loss, CustomLoss | JointLoss):
+        return scalar(loss.call, outputs, targets)
+    if not isinstance(loss, Loss):
+        return scalar(loss, outputs, targets)
+    total = loss.total(outputs.double(), targets)
+    return total / divisor(loss, loss.normaliser(outputs, targets))
