@@ -1,0 +1,135 @@
+"""BN-Sharpness: the loss along the sharpest direction, each filter measured by its own norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import torch
+
+from saltflat.errors import InvalidValue
+from saltflat.measurement import Measurement, Symmetry
+from saltflat.measures.ascent import Point, ascend, gaussian
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.batchnorm import feeding
+from saltflat.measures.landscape import BatchLandscape
+from saltflat.measures.perturb import check_search
+from saltflat.measures.spheres import Spheres
+
+
+@final
+@dataclass(frozen=True)
+class BNSharpness(Measure):
+    """sup_v δ^{−1/p} (∫_{−δ}^{δ} |(L(θ+tv) − L(θ))/δ|^p dt)^{1/p} (Yi et al. 2019, eq. 5).
+
+    v has ‖v_i‖ = ‖θ_i‖ for every unit or filter i that feeds BatchNorm, and is one joint unit
+    vector over the other weight matrices. L is the mean over the data's batches of the loss with
+    batch statistics, so the value depends on the batch size. It is invariant to the scale of those
+    filters, exactly so as BatchNorm's eps goes to 0.
+
+    strategy="ascent": Riemannian gradient ascent from the gradient's direction and from `restarts`
+    random ones, `steps` evaluations each; the integral by `nodes` Gauss–Legendre nodes on either
+    side of 0. A lower bound of the supremum.
+    strategy="small_delta": the limit for δ → 0, (2/(p+1))^{1/p} (Σ_i ‖θ_i‖‖g_i‖ + ‖g_rest‖) with
+    g = ∇L(θ), for the price of one gradient.
+    """
+
+    name: ClassVar[str] = "bn_sharpness"
+    title: ClassVar[str] = "sup_v δ^{−1/p} (∫ |(L(θ+tv) − L(θ))/δ|^p dt)^{1/p}"
+    paper: ClassVar[str] = "Yi et al. 2019"
+    equation: ClassVar[str] = "(5)"
+    needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})
+
+    p: float = 2.0
+    delta: float = 1e-3
+    strategy: Literal["ascent", "small_delta"] = "ascent"
+    steps: int = 4
+    restarts: int = 1
+    nodes: int = 2
+
+    def __post_init__(self) -> None:
+        check_search(self.delta, "delta", self.steps, self.restarts)
+        if not (isfinite(self.p) and self.p >= 1):
+            raise InvalidValue(f"p must be a finite number, at least 1. Got {self.p!r}.")
+        if self.nodes < 1:
+            raise InvalidValue(f"nodes must be at least 1. Got {self.nodes!r}.")
+        if self.strategy not in ("ascent", "small_delta"):
+            raise InvalidValue(f"strategy must be 'ascent' or 'small_delta'. Got {self.strategy!r}")
+
+    def compute(self, context: Context) -> Measurement:
+        fed = feeding(context.risk, context.layers)
+        names = [layer.name for layer in context.layers if fed[layer.parameter].any()]
+        if not names:
+            raise NotApplicable(
+                "bn_sharpness needs a weight matrix whose outputs go straight to BatchNorm; the "
+                "model has none. Use sam_sharpness or adaptive_sharpness."
+            )
+        spheres = Spheres(context.layers, fed)
+        surface = BatchLandscape(context.risk, list(fed))
+        loss, gradient = surface.gradient()
+        limit = (2 / (self.p + 1)) ** (1 / self.p) * spheres.slope(gradient)
+        value, notes = limit, [f"batch statistics: depends on the batch size {surface.batch_size}"]
+        if self.strategy == "ascent":
+            value = self._search(surface, loss, spheres, gradient, context.seed)
+        else:
+            notes.append("the limit for δ → 0")
+        if zeros := spheres.zeros():
+            notes.append(f"{zeros} filters are zero: they have no direction and are not moved")
+        return self.measurement(
+            value=value,
+            exact=self.strategy == "small_delta",
+            lower_bound=self.strategy == "ascent",
+            details=self._details(surface, loss, limit, names),
+            notes=tuple(notes),
+        )
+
+    def _details(
+        self, surface: BatchLandscape, loss: float, limit: float, names: list[str]
+    ) -> dict[str, Any]:
+        return {
+            "batch_size": surface.batch_size,
+            "batches": surface.batches,
+            "loss": loss,
+            "small_delta": limit,
+            "feeds_batchnorm": names,
+            "evaluations": surface.evaluations,
+        }
+
+    def _search(
+        self, surface: BatchLandscape, loss: float, spheres: Spheres, gradient: Point, seed: int
+    ) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        rule = _two_sided(self.nodes)
+
+        def along(v: Point) -> tuple[float, Point]:
+            """∫_{−1}^{1} |ΔL(sδv)/δ|^p ds, and its gradient in v."""
+            total = 0.0
+            slope = {name: torch.zeros_like(x) for name, x in v.items()}
+            for s, weight in rule:
+                shift = {name: s * self.delta * x for name, x in v.items()}
+                there, g = surface.gradient(shift)
+                rise = (there - loss) / self.delta
+                total += weight * abs(rise) ** self.p
+                share = weight * self.p * abs(rise) ** (self.p - 1) * s * np.sign(rise)
+                for name, x in slope.items():
+                    x += share * g[name]
+            return total, slope
+
+        def starts() -> Iterator[Point]:
+            yield spheres.farthest(gradient)
+            for _ in range(self.restarts):
+                yield spheres.farthest(gaussian(gradient, generator))
+
+        found = ascend(along, spheres, starts(), self.steps)
+        return float(found.value ** (1 / self.p))
+
+
+def _two_sided(nodes: int) -> list[tuple[float, float]]:
+    """Gauss–Legendre nodes and weights on [−1, 0] and [0, 1]: |·|^p has a kink at 0."""
+    x, w = np.polynomial.legendre.leggauss(nodes)
+    half = [(float(a + 1) / 2, float(b) / 2) for a, b in zip(x, w, strict=True)]
+    return [(-s, weight) for s, weight in half] + half
