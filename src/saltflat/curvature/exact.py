@@ -155,10 +155,14 @@ class Pass:
         each = plan.width * (entries + plan.patches)
         if not isinstance(self.loss, CrossEntropy | MeanSquaredError | BinaryCrossEntropy):
             each += 32 * min(outputs, self.settings.max_directions) ** 2
-        most = max(1, self.settings.budget(self.risk.device) // max(1, each))
+        most = max(1, self._budget() // max(1, each))
         if self.risk.device.type == "cuda":
             most = min(most, 512)
         return -(-batch.size // -(-batch.size // most))
+
+    def _budget(self) -> int:
+        weights = sum(p.numel() * p.element_size() for p in self.risk.parameters.values())
+        return self.settings.budget(self.risk.device, weights)
 
     def _samples(self, chunk: Batch, index: int, first: int, plan: Plan) -> float:
         """Put the chunk's sums into `_pending`; return its part of the normaliser."""
@@ -231,7 +235,7 @@ class Pass:
             yield sides.sketch(noise)
             return
         width = outputs.element_size() * len(outputs)
-        share = self.settings.budget(self.risk.device) // 2
+        share = self._budget() // 2
         group = max(1, share // max(1, width * (plan.kept + outputs[0].numel())))
         names = self._written_out(plan, CURVATURE)
         written = sum(self.risk.parameters[name].numel() for name in names)

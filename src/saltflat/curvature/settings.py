@@ -10,6 +10,9 @@ from torch import Tensor
 
 Certify = Literal["sample", "all", "none"]
 
+# On a CPU: a chunk's bytes.
+_LEAST, _MOST = 1 << 27, 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -19,15 +22,19 @@ class Settings:
     memory_budget: int | None = None
     certify: Certify = "sample"
 
-    def budget(self, device: torch.device) -> int:
-        """Bytes that one chunk may take."""
+    def budget(self, device: torch.device, weights: int = 0) -> int:
+        """Bytes that one chunk may take, of a model with `weights` bytes of parameters.
+
+        A chunk reads every weight once for every direction, so large weights want large chunks;
+        for small ones a chunk that stays near the processor's cache is as fast.
+        """
         if self.memory_budget is not None:
             return self.memory_budget
         if device.type == "cuda":
             # What torch has set aside and not given out is free too.
             idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return int((torch.cuda.mem_get_info(device)[0] + idle) // 2)
-        return 1 << 30
+        return min(_MOST, max(_LEAST, 32 * weights))
 
 
 @dataclass(frozen=True, slots=True)
