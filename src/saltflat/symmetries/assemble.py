@@ -1,0 +1,202 @@
+"""From what the operations said to a basis of all rescalings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from scipy.sparse import coo_matrix, csr_matrix, vstack
+from torch import Tensor
+
+from saltflat.symmetries.propagate import Propagation
+from saltflat.symmetries.scales import DERIVED, PINNED
+from saltflat.symmetries.solve import independent, null_space
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Every rescaling is `exp(matrix @ u)`, a factor for each class of entries.
+
+    `classes` gives each entry of a parameter (and of BatchNorm's statistics) its row of `matrix`,
+    `units` gives each column the place and the unit after which it is named, `scales` what the
+    column does to the variables of the network, and `places` where those were made.
+    """
+
+    classes: dict[str, Tensor]
+    means: dict[str, Tensor]
+    deviations: dict[str, Tensor]
+    matrix: csr_matrix
+    units: list[tuple[str, int]]
+    scales: csr_matrix
+    places: Array
+    bilinear: Array
+    approximate: list[tuple[str, int]]
+
+
+@final
+class Assembly:
+    """The variables of a propagation as a sparse linear system."""
+
+    def __init__(self, found: Propagation, dead: set[str]) -> None:
+        self.found, self.scales = found, found.scales
+        self.live = [n for n in found.parameters if n not in dead]
+        terms, factors = self.scales.definitions()
+        terms = self.scales.find(terms)
+        relations = [(self.scales.find(ids), f) for ids, f in self.scales.relations]
+        self.ids = {
+            **{n: self.scales.find(i) for n, i in found.parameters.items()},
+            **{n: self.scales.find(i) for n, i in found.means.items()},
+            **{n: self.scales.find(i) for n, i in found.deviations.items()},
+        }
+        self.soft = [(label, self.scales.find(i)) for label, i in self.scales.soft]
+        self.bilinear = [self.scales.find(i).flatten() for i in self.scales.bilinear]
+        self._number([terms, *[i for i, _ in relations], *self.ids.values()])
+        self._expand(terms, factors)
+        self.equations = vstack(
+            [csr_matrix((0, self.count)), *[self._combination(i, f) for i, f in relations]]
+        )
+
+    def _number(self, tensors: list[Tensor]) -> None:
+        """Consecutive numbers for the variables that occur anywhere."""
+        seen = torch.zeros(self.scales.count, dtype=torch.bool)
+        for ids in [*tensors, *[i for _, i in self.soft], *self.bilinear]:
+            seen[ids[ids < DERIVED]] = True
+        seen[: PINNED + 1] = False
+        self.variables = seen.nonzero().flatten()
+        self.number = torch.full((self.scales.count,), -1)
+        self.count = len(self.variables)
+        self.number[self.variables] = torch.arange(self.count)
+
+    def _expand(self, terms: Tensor, factors: Tensor) -> None:
+        """Derived variables in terms of the others: D = T + S D, S strictly lower triangular."""
+        direct = self._plain(terms, factors)
+        self.derived = direct
+        nested = terms >= DERIVED
+        if not nested.any():
+            return
+        row, _ = nested.nonzero(as_tuple=True)
+        size = len(terms)
+        step = coo_matrix(
+            (factors[nested].numpy(), (row.numpy(), (terms[nested] - DERIVED).numpy())),
+            shape=(size, size),
+        ).tocsr()
+        carried = direct
+        while carried.nnz:
+            carried = step @ carried
+            self.derived = self.derived + carried
+
+    def _plain(self, ids: Tensor, factors: Tensor) -> csr_matrix:
+        """Rows `Σ_j factors[r, j] · ids[r, j]` over the terms that are variables themselves."""
+        plain = (ids > PINNED) & (ids < DERIVED)
+        row, _ = plain.nonzero(as_tuple=True)
+        column = self.number[ids[plain]]
+        entries = factors[plain].numpy(), (row.numpy(), column.numpy())
+        return coo_matrix(entries, shape=(len(ids), self.count)).tocsr()
+
+    def _combination(self, ids: Tensor, factors: Tensor) -> csr_matrix:
+        """Rows `Σ_j factors[r, j] · ids[r, j]`, combinations of variables included."""
+        nested = ids >= DERIVED
+        row, _ = nested.nonzero(as_tuple=True)
+        entries = factors[nested].numpy(), (row.numpy(), (ids[nested] - DERIVED).numpy())
+        pick = coo_matrix(entries, shape=(len(ids), self.derived.shape[0])).tocsr()
+        return self._plain(ids, factors) + pick @ self.derived
+
+    def rows(self, ids: Tensor) -> csr_matrix:
+        return self._combination(ids[:, None], torch.ones(len(ids), 1, dtype=torch.float64))
+
+    def solve(self) -> Basis:
+        classes, members = self._classes()
+        soft = [self.rows(i) for _, i in self.soft]
+        solution = null_space(vstack([self.equations, *soft]).tocsr())
+        exponents = self.rows(members) @ solution
+        used = np.zeros(len(members), bool)
+        for name in self.live:
+            used[classes[name].numpy()] = True
+        columns = independent(exponents[used])
+        solution, exponents = solution[:, columns], exponents[:, columns]
+        found = self.found
+        return Basis(
+            classes={n: classes[n] for n in found.parameters},
+            means={n: classes[n] for n in found.means},
+            deviations={n: classes[n] for n in found.deviations},
+            matrix=exponents.tocsr(),
+            units=[self._unit(v) for v in _first_rows(solution)],
+            scales=solution.tocsr(),
+            places=self.places,
+            bilinear=self._bilinear(),
+            approximate=self._approximate(soft),
+        )
+
+    def _classes(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Entries with one canonical id form a class; returns the classes and their ids."""
+        base = torch.zeros(self.scales.count, dtype=torch.bool)
+        derived = torch.zeros(self.derived.shape[0], dtype=torch.bool)
+        for ids in self.ids.values():
+            base[ids[ids < DERIVED]] = True
+            derived[ids[ids >= DERIVED] - DERIVED] = True
+        members = torch.cat([base.nonzero().flatten(), derived.nonzero().flatten() + DERIVED])
+        offset = int(base.sum())
+        base_rank, derived_rank = base.cumsum(0) - 1, derived.cumsum(0) - 1 + offset
+        if len(derived_rank) == 0:
+            derived_rank = torch.zeros(1, dtype=torch.int64)
+        classes = {
+            name: torch.where(
+                ids < DERIVED,
+                base_rank[torch.where(ids < DERIVED, ids, 0)],
+                derived_rank[torch.where(ids < DERIVED, 0, ids - DERIVED)],
+            )
+            for name, ids in self.ids.items()
+        }
+        return classes, members
+
+    @cached_property
+    def places(self) -> Array:
+        """The site at which each variable was made."""
+        starts = np.array([s.start for s in self.scales.sites])
+        places: Array = np.searchsorted(starts, self.variables.numpy(), side="right") - 1
+        return places
+
+    def _unit(self, variable: int) -> tuple[str, int]:
+        site = self.scales.sites[self.places[variable]]
+        return site.label, int(self.variables[variable]) - site.start
+
+    def _bilinear(self) -> Array:
+        """Variables of the two sides of a product of activations, as in attention."""
+        marked = np.zeros(self.count, bool)
+        for ids in self.bilinear:
+            marked[np.unique(self.rows(ids.unique()).nonzero()[1])] = True
+        return marked
+
+    def _approximate(self, soft: list[csr_matrix]) -> list[tuple[str, int]]:
+        """Names of the directions that only an eps forbids."""
+        if not soft:
+            return []
+        pinned = vstack(soft).tocsr()
+        late = np.zeros(self.count, bool)
+        late[np.unique(pinned.nonzero()[1])] = True
+        solution = null_space(self.equations.tocsr(), late)
+        columns = independent(pinned @ solution)
+        return [self._unit(v) for v in _first_rows(solution[:, columns])]
+
+
+def _first_rows(matrix: csr_matrix) -> list[int]:
+    """The first non-zero row of each column."""
+    columns = matrix.tocsc()
+    columns.sort_indices()
+    return [int(columns.indices[start]) for start in columns.indptr[:-1]]
+
+
+def uniform(scales: csr_matrix, places: Array) -> csr_matrix:
+    """The combinations of columns that treat all variables of one place alike.
+
+    They are the layer-wise rescalings: one factor for all units of an activation.
+    """
+    order = np.argsort(places, kind="stable")
+    same = places[order][1:] == places[order][:-1]
+    first, second = order[:-1][same], order[1:][same]
+    return null_space((scales[first] - scales[second]).tocsr())

@@ -1,0 +1,133 @@
+"""The least trace of the Hessian over all rescalings of a group.
+
+An entry of class c is multiplied by exp(C_c·u), so its diagonal entry of the Hessian is divided by
+the square of that: with the mass A_c = Σ diag H over the entries of a class, minimise
+
+    Σ_c A_c exp(−2 C_c·u),
+
+which is convex in u (Ibayashi et al. 2021 for layers; matrix balancing for units). Parameters that
+the group does not move add a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saltflat.convex.geometric import Minimum, minimise
+from saltflat.errors import ModelError
+from saltflat.symmetries.group import Group
+from saltflat.symmetries.rescale import Element
+
+Floats = NDArray[np.float64]
+
+# Curvature may come out below zero by rounding; by more than this share of the largest it is real.
+_ROUNDING = 1e-10
+
+
+class NegativeCurvature(ModelError):
+    """Some parameters have negative curvature, so that the least trace may be −∞."""
+
+
+@final
+@dataclass(frozen=True)
+class Least:
+    """The least trace over a group.
+
+    Attributes
+    ----------
+    value : the infimum, at most `gap` too large.
+    element : the rescaling that attains it; where it is not attained, the one that does so for
+        what does not vanish.
+    by_parameter : what each parameter's curvature is there.
+    slopes : the derivative of `value` in every parameter's diagonal (of its shape, or a number).
+    vanishing : parameters whose curvature can be driven to zero, and how much of it at the start.
+    """
+
+    value: float
+    gap: float
+    element: Element
+    by_parameter: Mapping[str, float]
+    slopes: Mapping[str, Tensor | float]
+    vanishing: Mapping[str, float]
+
+
+def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
+    """The parameters that every element multiplies by one number: a trace is all they need."""
+    exponents = group.exponents()
+    found = set()
+    for name in names:
+        classes = exponents.classes.get(name)
+        if classes is None:
+            found.add(name)
+            continue
+        rows = exponents.matrix[np.unique(classes.numpy())]
+        if rows.shape[0] == 1 or abs(rows - rows[[0] * rows.shape[0]]).max() == 0:
+            found.add(name)
+    return found
+
+
+def least_trace(group: Group, curvature: Mapping[str, Tensor]) -> Least:
+    """Minimise over the group; `curvature` holds diagonals, or traces of uniform parameters."""
+    exponents = group.exponents()
+    moved = {n: v.double() for n, v in curvature.items() if n in exponents.classes}
+    fixed = {n: float(v.sum()) for n, v in curvature.items() if n not in exponents.classes}
+    masses = np.zeros(exponents.matrix.shape[0])
+    for name, values in moved.items():
+        np.add.at(masses, *_pairs(exponents.classes[name], values))
+    _refuse_negative(masses, moved, exponents.classes)
+    found = minimise(masses.clip(min=0), exponents.matrix)
+    powers = np.exp(-2 * (exponents.matrix @ found.point))
+    gone = _gone(found, len(masses))
+    powers[gone] = 0.0
+    slopes: dict[str, Tensor | float] = dict.fromkeys(fixed, 1.0)
+    by_parameter, vanishing = dict(fixed), {}
+    for name, values in moved.items():
+        classes, each = _pairs(exponents.classes[name], values)
+        by_parameter[name] = float((powers[classes] * each).sum())
+        lost = float(each[gone[classes]].sum())
+        if lost > 0:
+            vanishing[name] = lost
+        shaped = torch.from_numpy(powers[classes])
+        slopes[name] = float(shaped[0]) if values.ndim == 0 else shaped.reshape(values.shape)
+    return Least(
+        found.value + sum(fixed.values()),
+        found.gap,
+        group.element(torch.from_numpy(found.point)),
+        {name: by_parameter[name] for name in curvature},
+        slopes,
+        vanishing,
+    )
+
+
+def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:
+    """The class and the value of every entry; a trace stands for its parameter's first entry."""
+    if values.ndim == 0 and classes.numel() > 1:
+        return classes.reshape(-1)[:1].numpy(), values.reshape(1).cpu().numpy()
+    return classes.reshape(-1).numpy(), values.reshape(-1).cpu().numpy()
+
+
+def _refuse_negative(
+    masses: Floats, curvature: Mapping[str, Tensor], classes: Mapping[str, Tensor]
+) -> None:
+    bad = masses < -_ROUNDING * np.abs(masses).max(initial=0.0)
+    if not bad.any():
+        return
+    names = [n for n in curvature if bad[classes[n].numpy().reshape(-1)].any()]
+    raise NegativeCurvature(
+        f"The curvature of {', '.join(names[:5])}{', …' if len(names) > 5 else ''} is negative, so "
+        "the least trace may be −∞. The Gauss–Newton matrix has none: curvature='ggn'."
+    )
+
+
+def _gone(found: Minimum, size: int) -> NDArray[np.bool_]:
+    gone = np.zeros(size, dtype=bool)
+    if found.degenerate is not None:
+        gone[found.degenerate.groups] = True
+    return gone

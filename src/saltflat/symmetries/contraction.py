@@ -1,0 +1,166 @@
+"""The one rule for linear maps: matrix products, convolutions, attention scores.
+
+In `out[n, m] = Σ_k A[n, k] · B[k, m]` all terms of a sum must carry the same scale,
+
+    s(A[n, k]) + s(B[k, m]) = s(out[n, m])     for all k,
+
+so that A[n, k] = p[n] − q[k], B[k, m] = q[k] + t[m] and out = p[n] + t[m]. The first use of a
+weight defines its scales by this; a later use, or a product of activations, writes equations.
+Rows and columns that look alike are treated once.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from saltflat.symmetries.scales import ANY, PINNED, Scales, repeat, unique_rows
+
+#: products with more terms than this are not written out but pinned
+LARGEST = 20_000_000
+
+
+@final
+class Contraction:
+    """The rule, for one network's scales."""
+
+    def __init__(self, scales: Scales) -> None:
+        self.scales = scales
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """Ids of the batched product of `a` (batch, n, k) and `b` (batch, k, m)."""
+        a, b = repeat(self.scales.find(a)), repeat(self.scales.find(b))
+        batch, n, m = a.shape[0], a.shape[1], b.shape[2]
+        if a.shape[2] == 0 or a.numel() == 0 or b.numel() == 0:
+            return a.new_full((batch, n, m), ANY)
+        a_once, b_once = batch == 1 or a.stride(0) == 0, batch == 1 or b.stride(0) == 0
+        if a_once and b_once:
+            return self._matrix(a[0], b[0]).expand(batch, n, m)
+        if a_once:
+            out = self._matrix(a[0], b.transpose(0, 1).reshape(b.shape[1], batch * m))
+            return out.reshape(n, batch, m).transpose(0, 1)
+        if b_once:
+            return self._matrix(a.reshape(batch * n, -1), b[0]).reshape(batch, n, m)
+        grouped = self._grouped(a, b)
+        return grouped if grouped is not None else self._batched(a, b)
+
+    def _grouped(self, a: Tensor, b: Tensor) -> Tensor | None:
+        """Many small weights at once, as in a depthwise convolution."""
+        scales = self.scales
+        if b.shape[2] > 1 and b.stride(2) != 0:
+            return None
+        if not scales.is_fresh(a).all() or (b == ANY).any():
+            return None
+        column = b[:, :, 0]
+        unit = scales.fresh(a.shape[0] * a.shape[1], scales.label(a)).reshape(a.shape[:2])
+        self._define(a, scales.combine(unit[:, :, None], column[:, None, :], 1.0, -1.0))
+        return unit[:, :, None].expand(*a.shape[:2], b.shape[2])
+
+    def _batched(self, a: Tensor, b: Tensor) -> Tensor:
+        joined = torch.cat([a.flatten(1), b.flatten(1)], 1)
+        first, inverse = unique_rows(joined)
+        return torch.stack([self._matrix(a[i], b[i]) for i in first.tolist()])[inverse]
+
+    def _matrix(self, a: Tensor, b: Tensor) -> Tensor:
+        """The rule for one matrix product; the weight comes first."""
+        a, b = self.scales.find(a), self.scales.find(b)
+        if self._is_weight(a):
+            return self._weight(a, b)
+        if self._is_weight(b):
+            return self._weight(b.T, a.T).T
+        if (a == ANY).any() or (b == ANY).any():
+            return self._explicit(a, b)
+        first, second = unique_rows(a), unique_rows(b.T)
+        a, b = a[first[0]], b[:, second[0]]
+        out = self._factored(a, b)
+        if out is None:
+            transposed = self._factored(b.T, a.T)
+            out = transposed.T if transposed is not None else self._explicit(a, b)
+        return out[first[1]][:, second[1]]
+
+    def _is_weight(self, ids: Tensor) -> bool:
+        fresh = self.scales.is_fresh(ids)
+        return bool((fresh | (ids == ANY)).all() and fresh.any())
+
+    def _weight(self, w: Tensor, x: Tensor) -> Tensor:
+        """The first use of a weight `w` (n, k): it is defined by what it is multiplied with."""
+        scales = self.scales
+        columns, inverse = unique_rows(x.T)
+        x = x[:, columns]
+        if x.shape[1] > 1 and self._is_weight(x):
+            x = self._structure(x)
+        holes = x == ANY
+        full = (~holes).all(0).nonzero().flatten()
+        if x.shape[1] > 1 and ((w == ANY).any() or len(full) == 0):
+            return self._explicit(w, x)[:, inverse]
+        pivot = int(full[0]) if len(full) else 0
+        q = torch.where(holes[:, pivot], PINNED, x[:, pivot])
+        p = scales.fresh(len(w), scales.label(w[w != ANY]))
+        # A row of zeros gives zero.
+        p = torch.where((w == ANY).all(1), ANY, p)
+        self._define(w, scales.outer(p, q, -1.0))
+        if x.shape[1] == 1:
+            out = p[:, None] if not holes.all() else torch.full_like(p[:, None], ANY)
+            return out[:, inverse]
+        return scales.outer(p, self._offsets(x, q))[:, inverse]
+
+    def _offsets(self, x: Tensor, q: Tensor) -> Tensor:
+        """t with x[k, m] = q[k] + t[m], and the equations that make it so."""
+        scales = self.scales
+        some = (x != ANY).to(torch.int64).argmax(0)  # an entry of each column that is not zero
+        x0, q0 = x.gather(0, some[None])[0], q[some]
+        scales.relate([x, x0.expand_as(x), q[:, None], q0.expand_as(x)], [1.0, -1.0, -1.0, 1.0])
+        return scales.combine(x0, q0, 1.0, -1.0)
+
+    def _structure(self, x: Tensor) -> Tensor:
+        """Two weights meet: the second one is of the form q[k] + t[m] with q[0] = 0."""
+        scales = self.scales
+        if (x == ANY).any():
+            scales.touch(x)
+            return x
+        label = scales.label(x)
+        q, t = scales.fresh(len(x), label), scales.fresh(x.shape[1], label)
+        scales.pin(q[0])
+        self._define(x, scales.outer(q, t))
+        return scales.find(x)
+
+    def _define(self, ids: Tensor, value: Tensor) -> None:
+        used = ids != ANY
+        self.scales.define(ids[used], value[used])
+
+    def _factored(self, a: Tensor, b: Tensor) -> Tensor | None:
+        """A matrix whose scales are p[n] + q[k] already: the equations do not depend on n."""
+        scales = self.scales
+        p, q, fp, fq = scales.parts(a)
+        same_rows = (p == p[:, :1]).all() and (fp == 1).all()
+        same_columns = (q == q[:1]).all() and (fq == fq[:1]).all()
+        if not (same_rows and same_columns):
+            return None
+        q, fq = q[0][:, None], fq[0][:, None]
+        scales.relate(
+            [b, b[:1].expand_as(b), q.expand_as(b), q[:1].expand_as(b)],
+            [1.0, -1.0, fq.expand_as(b), -fq[:1].expand_as(b)],
+        )
+        start = b[0] if float(fq[0]) == 0 else scales.combine(b[0], q[0], 1.0, float(fq[0]))
+        return scales.outer(p[:, 0], start)
+
+    def _explicit(self, a: Tensor, b: Tensor) -> Tensor:
+        """Every term written out; too many terms are pinned."""
+        scales = self.scales
+        (rows, back_rows), (columns, back_columns) = unique_rows(a), unique_rows(b.T)
+        a, b = a[rows], b[:, columns]
+        if a.shape[0] * a.shape[1] * b.shape[1] > LARGEST:
+            scales.pin(a)
+            scales.pin(b)
+            out = a.new_full((len(a), b.shape[1]), PINNED)
+            return out[back_rows][:, back_columns]
+        shape = (len(a), a.shape[1], b.shape[1])
+        left, right = a[:, :, None].expand(shape), b[None].expand(shape)
+        some = ((left != ANY) & (right != ANY)).to(torch.int64).argmax(1, keepdim=True)
+        left0, right0 = left.gather(1, some), right.gather(1, some)
+        scales.relate(
+            [left, right, left0.expand(shape), right0.expand(shape)], [1.0, 1.0, -1.0, -1.0]
+        )
+        return scales.combine(left0[:, 0], right0[:, 0])[back_rows][:, back_columns]

@@ -1,0 +1,137 @@
+"""`symmetries`: every positive rescaling that keeps a model's function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.risk import _check_parameters, logits, unwrap
+from saltflat.session import RandomState, lend
+from saltflat.symmetries.assemble import Assembly, Basis
+from saltflat.symmetries.dead import without_influence
+from saltflat.symmetries.group import Generator, Group, Kind
+from saltflat.symmetries.propagate import Propagation
+from saltflat.symmetries.rescale import Exponents
+from saltflat.symmetries.tape import Answer, Tape, record
+from saltflat.symmetries.verify import split
+
+
+def symmetries(
+    model: nn.Module,
+    example: Any,
+    *,
+    output: Callable[[Any], Any] | None = None,
+    parameters: str = "all",
+) -> Group:
+    """Find all positive rescalings of a model's parameters that leave its function unchanged.
+
+    The model is traced once in evaluation mode. Every entry of every tensor gets a log-scale, every
+    operation relates scales, inputs and outputs are pinned, and the linear system is solved.
+    Operations that are not understood let no scale through: the group can come out too small,
+    never wrong.
+
+    Parameters
+    ----------
+    model : any `torch.nn.Module`; it is left as it was found.
+    example : inputs only: a tensor for `model(x)`, a tuple for `model(*x)`, a dict for
+        `model(**x)`. Use sequences of two tokens or more: on one token position encodings are
+        not seen.
+    output : chooses the tensors that count as the answer, as elsewhere.
+    parameters : "all", or "trainable" to keep frozen parameters where they are.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
+    if parameters not in ("all", "trainable"):
+        raise InvalidValue(f"parameters must be 'all' or 'trainable'. Got {parameters!r}.")
+    inner = unwrap(model)
+    named = dict(inner.named_parameters())
+    movable = {
+        n for n, p in named.items() if _can_move(p) and (parameters == "all" or p.requires_grad)
+    }
+    if not movable:
+        raise ModelError("The model has no floating point parameters that may be rescaled.")
+    _check_parameters(named, movable)
+    tape = _trace(inner, example, output or logits)
+    found = Propagation(tape, movable)
+    used = found.used()
+    idle = without_influence(inner, example, output or logits, used)
+    basis = Assembly(found, idle).solve()
+    unseen = tuple(n for n in named if n in movable - used)
+    dead = tuple(n for n in named if n in idle or (n in unseen and not tape.recorded))
+    return _group(inner, found, basis, dead, _notes(tape, unseen))
+
+
+def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape:
+    args, kwargs = split(example)
+    state = RandomState(None, _device(model))
+    everything = {id(p) for p in model.parameters()}
+    try:
+        with lend(model, everything, None):
+            return record(Answer(model, output), args, kwargs)
+    finally:
+        state.restore()
+
+
+def _can_move(p: nn.Parameter) -> bool:
+    lazy = isinstance(p, nn.parameter.UninitializedParameter)
+    return lazy or p.is_floating_point()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _notes(tape: Tape, unseen: tuple[str, ...]) -> tuple[str, ...]:
+    if not tape.recorded:
+        return ()
+    note = "values decide what is computed: found for inputs that take the example's branches"
+    return (note + (f", which do not meet {', '.join(unseen)}" if unseen else ""),)
+
+
+def _group(
+    model: nn.Module,
+    found: Propagation,
+    basis: Basis,
+    dead: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> Group:
+    matrix = basis.matrix
+    floors: dict[int, float] = {}
+    statistics = set()
+    buffers = dict(model.named_buffers())
+    for name, classes in basis.deviations.items():
+        eps, var = found.eps[name], buffers[name].detach().double().cpu()
+        lowest = 0.5 * (eps / (var + eps)).log()
+        for c, low in zip(classes.tolist(), lowest.tolist(), strict=True):
+            floors[c] = max(low, floors.get(c, -math.inf))
+            statistics.add(c)
+    moves = np.zeros(matrix.shape[1], bool)
+    moves[np.unique(matrix[sorted(statistics)].nonzero()[1])] = True
+    bilinear = np.asarray(abs(basis.scales.T) @ basis.bilinear.astype(float)).ravel() > 0
+    generators = []
+    for i, (label, unit) in enumerate(basis.units):
+        kind: Kind = "batchnorm" if moves[i] else "attention" if bilinear[i] else "neuron"
+        generators.append(Generator(_layer(label), unit, kind))
+    exponents = Exponents(basis.classes, basis.means, basis.deviations, found.eps, matrix, floors)
+    return Group(
+        tuple(generators),
+        dead,
+        tuple(f"{_layer(label)}[{unit}]" for label, unit in basis.approximate),
+        dict(found.pinning),
+        exponents,
+        basis.scales,
+        basis.places,
+        [_layer(s.label) for s in found.scales.sites],
+        notes,
+    )
+
+
+def _layer(label: str) -> str:
+    """`fc1.weight` is told by its layer's name."""
+    return label.removesuffix(".weight")

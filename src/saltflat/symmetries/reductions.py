@@ -1,0 +1,151 @@
+"""Sums, means, maxima and pooling: what is brought together has one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.symmetries.scales import ANY, Scales, repeat
+from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, pinned
+from saltflat.symmetries.views import overloads
+
+
+def _dims(x: Operand, dim: Any) -> list[int]:
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(x.ndim))
+    return [d % max(x.ndim, 1) for d in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+def reduce(step: Step, x: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Outputs:
+    """sum, mean, amax and the like: homogeneous of degree one."""
+    if x.ndim == 0:
+        return x.ids
+    one = step.scales.tie(x.ids, _dims(x, dim)).reshape(step.shape)
+    return [one, *[None] * (len(step.shapes) - 1)]
+
+
+def extreme(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
+    """max and min, over everything, along a dimension, or of two tensors."""
+    if args and isinstance(args[0], Operand):
+        raise NotUnderstood
+    return reduce(step, x, *args, **kwargs)
+
+
+def norm(step: Step, x: Operand, p: Any = 2, dim: Any = None, *args: Any, **kw: Any) -> Outputs:
+    if p == 0:
+        raise NotUnderstood
+    return reduce(step, x, dim)
+
+
+def variance(step: Step, x: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Outputs:
+    one = step.scales.tie(x.ids, _dims(x, dim))
+    squared = step.scales.power(one, 2.0).reshape(step.shape)
+    return squared if len(step.shapes) == 1 else [squared, one.reshape(step.shapes[1])]
+
+
+def running(step: Step, x: Operand, dim: int = -1, *args: Any, **kwargs: Any) -> Outputs:
+    """cumsum and sort: the shape stays."""
+    one = step.scales.tie(x.ids, _dims(x, dim)).expand(step.shape)
+    return [one, *[None] * (len(step.shapes) - 1)]
+
+
+def top(step: Step, x: Operand, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Outputs:
+    one = step.scales.tie(x.ids, _dims(x, dim)).expand(step.shape)
+    return [one, None]
+
+
+def order(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
+    """argmax and argsort do not see a scale that all share."""
+    step.scales.tie(x.ids, list(range(x.ndim)))
+    return pinned(step.shape)
+
+
+def windows(
+    ids: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    pad: Sequence[int],
+    gap: Sequence[int],
+) -> Tensor:
+    """The ids under each position of a kernel: (N, C, *positions, *kernel); padding is zero."""
+    widths = [w for p in reversed(list(pad)) for w in (p, p)]
+    ids = torch.ops.aten.constant_pad_nd.default(ids, widths, ANY)
+    for i, (k, s, d) in enumerate(zip(kernel, stride, gap, strict=True)):
+        ids = ids.unfold(2 + i, (k - 1) * d + 1, s)[..., ::d]
+    return ids
+
+
+def pool_ids(scales: Scales, ids: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
+    """One scale under each window; positions that ceil_mode adds take that of the whole channel."""
+    n = ids.ndim - 2
+    ids = repeat(scales.find(ids))
+    if all(ids.stride(2 + i) == 0 or ids.shape[2 + i] == 1 for i in range(n)):
+        return ids[(slice(None), slice(None), *[slice(1)] * n)].expand(*shape)
+    view = windows(ids, *geometry)
+    if list(view.shape[2 : 2 + n]) != list(shape[2:]):
+        return scales.tie(ids, range(2, 2 + n)).expand(*shape)
+    return scales.tie(view, range(2 + n, 2 + 2 * n)).reshape(*shape)
+
+
+def _spread(value: Any, n: int, default: Sequence[int]) -> list[int]:
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return list(default)
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * n if len(values) == 1 else values
+
+
+def pool(n: int, dilated: bool) -> Rule:
+    """Max and average pooling over `n` dimensions."""
+
+    def rule(
+        step: Step, x: Operand, kernel: Any, stride: Any = None, padding: Any = 0, *rest: Any
+    ) -> Outputs:
+        size = _spread(kernel, n, ())
+        gap = _spread(rest[0] if dilated and rest else 1, n, ())
+        geometry = size, _spread(stride, n, size), _spread(padding, n, ()), gap
+        batch = x.ids if x.ndim == n + 2 else x.ids[None]
+        shape = step.shape if x.ndim == n + 2 else (1, *step.shape)
+        out = pool_ids(step.scales, batch, shape, *geometry).reshape(step.shape)
+        return [out, *[None] * (len(step.shapes) - 1)]
+
+    return rule
+
+
+def resample(n: int) -> Rule:
+    """Adaptive pooling and interpolation: one scale in each channel."""
+
+    def rule(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
+        dims = range(x.ndim - n, x.ndim)
+        out = step.scales.tie(x.ids, dims).expand(step.shape)
+        return [out, *[None] * (len(step.shapes) - 1)]
+
+    return rule
+
+
+def _rules() -> dict[Any, Rule]:
+    rules: dict[Any, Rule] = {}
+    table: dict[str, Rule] = {
+        "sum": reduce, "mean": reduce, "nansum": reduce, "amax": reduce, "amin": reduce,
+        "max": extreme, "min": extreme, "median": extreme,
+        "linalg_vector_norm": norm, "norm": norm, "var": variance, "var_mean": variance,
+        "cumsum": running, "sort": running, "topk": top, "argmax": order, "argmin": order,
+        "argsort": order, "max_pool2d_with_indices": pool(2, True), "avg_pool2d": pool(2, False),
+        "max_pool3d_with_indices": pool(3, True), "avg_pool3d": pool(3, False),
+        "avg_pool1d": pool(1, False), "_adaptive_avg_pool2d": resample(2),
+        "_adaptive_avg_pool3d": resample(3), "adaptive_avg_pool1d": resample(1),
+        "adaptive_max_pool2d": resample(2), "adaptive_max_pool3d": resample(3),
+        "upsample_nearest1d": resample(1), "upsample_nearest2d": resample(2),
+        "upsample_nearest3d": resample(3), "upsample_linear1d": resample(1),
+        "upsample_bilinear2d": resample(2), "upsample_bicubic2d": resample(2),
+        "upsample_trilinear3d": resample(3), "_upsample_nearest_exact2d": resample(2),
+        "_upsample_bilinear2d_aa": resample(2),
+    }  # fmt: skip
+    for name, rule in table.items():
+        rules |= dict.fromkeys(overloads(name), rule)
+    return rules
+
+
+RULES = _rules()

@@ -1,0 +1,180 @@
+"""Null spaces of sparse integer systems, with a sparse basis."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from scipy.sparse import coo_matrix, csr_matrix, identity
+from scipy.sparse.csgraph import connected_components
+
+Array = np.ndarray[Any, Any]
+
+
+def null_space(equations: csr_matrix, late: Array | None = None) -> csr_matrix:
+    """A sparse basis, as columns, of the x with `equations @ x = 0`.
+
+    Equations of one term (x_i = 0) and of two opposite terms (x_i = x_j) are solved first, by
+    connected components; few are left for elimination. A variable that is True in `late` is
+    solved for only if nothing else can be: it stays free where it may.
+    """
+    count = equations.shape[1]
+    basis = identity(count, format="csr")
+    late = np.zeros(count, bool) if late is None else late
+    while True:
+        equations = _clean(equations)
+        lengths = np.diff(equations.indptr)
+        merge = _components(equations, lengths)
+        if merge is None:
+            break
+        basis, equations = basis @ merge, equations @ merge
+        late = np.asarray(abs(merge.T) @ late.astype(float)).ravel() > 0
+    if equations.shape[0]:
+        basis = basis @ _eliminate(equations, late)[0]
+    basis.eliminate_zeros()
+    return basis.tocsr()
+
+
+def _clean(matrix: csr_matrix) -> csr_matrix:
+    matrix = matrix.tocsr()
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    return matrix[np.diff(matrix.indptr) > 0]
+
+
+def _components(equations: csr_matrix, lengths: Array) -> csr_matrix | None:
+    """The map from merged variables to all, or None if there is nothing simple to solve."""
+    count, start = equations.shape[1], equations.indptr[:-1]
+    single = equations.indices[start[lengths == 1]]
+    two = start[lengths == 2]
+    opposite = two[equations.data[two] == -equations.data[two + 1]]
+    if len(single) == 0 and len(opposite) == 0:
+        return None
+    # One more node stands for zero.
+    a = np.concatenate([single, equations.indices[opposite]])
+    b = np.concatenate([np.full(len(single), count), equations.indices[opposite + 1]])
+    graph = coo_matrix((np.ones(len(a), bool), (a, b)), shape=(count + 1, count + 1))
+    _, label = connected_components(graph, directed=False)
+    kept = np.flatnonzero(label[:-1] != label[-1])
+    # Components are numbered in the order of their first variable.
+    names, first = np.unique(label[kept], return_index=True)
+    rank = np.empty(len(names), int)
+    rank[np.argsort(first)] = np.arange(len(names))
+    columns = rank[np.searchsorted(names, label[kept])]
+    return coo_matrix((np.ones(len(kept)), (kept, columns)), shape=(count, len(names))).tocsr()
+
+
+def _eliminate(equations: csr_matrix, late: Array) -> tuple[csr_matrix, list[int]]:
+    """Exact elimination, shortest equation first, on the variable that disturbs the fewest.
+
+    Returns a basis of the null space, and the variables that were solved for.
+    """
+    rows: dict[int, dict[int, Fraction]] = {}
+    holders: dict[int, set[int]] = defaultdict(set)
+    for i in range(equations.shape[0]):
+        span = slice(equations.indptr[i], equations.indptr[i + 1])
+        rows[i] = {
+            int(c): Fraction(float(v))
+            for c, v in zip(equations.indices[span], equations.data[span], strict=True)
+        }
+        for c in rows[i]:
+            holders[c].add(i)
+    solved: list[tuple[int, dict[int, Fraction]]] = []
+    queue: dict[int, set[int]] = defaultdict(set)  # rows by length
+    for i, row in rows.items():
+        queue[len(row)].add(i)
+    while (shortest := _shortest(queue)) is not None:
+        row = rows.pop(shortest)
+        for c in row:
+            holders[c].discard(shortest)
+        if not row:
+            continue
+        pivot = min(row, key=lambda c: (bool(late[c]), len(holders[c]), abs(row[c]) != 1, -c))
+        factor = row.pop(pivot)
+        value = {c: -v / factor for c, v in row.items()}
+        solved.append((pivot, value))
+        for j in holders.pop(pivot, set()):
+            queue[len(rows[j])].discard(j)
+            _substitute(rows[j], pivot, value, holders, j)
+            queue[len(rows[j])].add(j)
+    return _back_substitute(solved, equations.shape[1]), [pivot for pivot, _ in solved]
+
+
+def _shortest(queue: dict[int, set[int]]) -> int | None:
+    for length in sorted(queue):
+        if queue[length]:
+            return queue[length].pop()
+    return None
+
+
+def _substitute(
+    row: dict[int, Fraction],
+    pivot: int,
+    value: dict[int, Fraction],
+    holders: dict[int, set[int]],
+    name: int,
+) -> None:
+    factor = row.pop(pivot)
+    for c, v in value.items():
+        total = row.get(c, Fraction(0)) + factor * v
+        if total:
+            row[c] = total
+            holders[c].add(name)
+        else:
+            row.pop(c, None)
+            holders[c].discard(name)
+
+
+def _back_substitute(solved: list[tuple[int, dict[int, Fraction]]], count: int) -> csr_matrix:
+    known: dict[int, dict[int, Fraction]] = {}
+    for pivot, value in reversed(solved):
+        full: dict[int, Fraction] = defaultdict(Fraction)
+        for c, v in value.items():
+            for d, w in known.get(c, {c: Fraction(1)}).items():
+                full[d] += v * w
+        known[pivot] = {c: v for c, v in full.items() if v}
+    free = {c: k for k, c in enumerate(c for c in range(count) if c not in known)}
+    entries = [(c, k, 1.0) for c, k in free.items()]
+    entries += [(p, free[c], float(v)) for p, row in known.items() for c, v in row.items()]
+    if not entries:
+        return csr_matrix((count, 0))
+    row, column, data = zip(*entries, strict=True)
+    return coo_matrix((data, (row, column)), shape=(count, len(free))).tocsr()
+
+
+def independent(columns: csr_matrix) -> Array:
+    """Indices of a largest set of linearly independent columns.
+
+    A row with one entry shows that its column is independent of the others; taking such columns
+    away leaves few, which are eliminated.
+    """
+    matrix = columns.tocsr()
+    matrix.eliminate_zeros()
+    left = np.ones(matrix.shape[1], bool)
+    while True:
+        counts = np.asarray(abs(matrix).sign().sum(1)).ravel()
+        single = matrix[counts == 1]
+        found = np.unique(single.nonzero()[1])
+        if len(found) == 0:
+            break
+        left[found] = False
+        keep = np.ones(matrix.shape[1])
+        keep[found] = 0
+        matrix = _scaled(matrix, keep)
+    chosen = ~left
+    rest = np.flatnonzero(left & (np.asarray(abs(matrix).sum(0)).ravel() > 0))
+    if len(rest):
+        # The variables that are solved for are columns that do not depend on one another.
+        part = _clean(matrix[:, rest])
+        chosen[rest[_eliminate(part, np.zeros(len(rest), bool))[1]]] = True
+    return np.flatnonzero(chosen)
+
+
+def _scaled(matrix: csr_matrix, columns: Array) -> csr_matrix:
+    out = matrix @ coo_matrix(
+        (columns, (np.arange(len(columns)), np.arange(len(columns)))), shape=(len(columns),) * 2
+    )
+    out.eliminate_zeros()
+    return out.tocsr()

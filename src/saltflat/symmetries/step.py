@@ -1,0 +1,84 @@
+"""What a rule is given: one operation and its operands with the ids of their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from saltflat.symmetries.contraction import Contraction
+from saltflat.symmetries.scales import ANY, PINNED, Scales
+
+
+@final
+class Operand:
+    """A tensor that goes into an operation: its ids and, where it is a constant, its value."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        ids: Tensor | None = None,
+        constant: Tensor | None = None,
+        statistic: str | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.constant = tuple(shape), dtype, constant
+        self.statistic = statistic
+        self._ids = ids
+
+    @property
+    def ids(self) -> Tensor:
+        if self._ids is None:
+            assert self.constant is not None
+            self._ids = constant_ids(self.constant)
+        return self._ids
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def constant_ids(value: Tensor) -> Tensor:
+    """Zero stays zero and infinity infinite under any scale; other constants are pinned."""
+    free = (value == 0) | torch.isinf(value)
+    if not free.any():
+        return torch.tensor(PINNED).expand(value.shape)
+    return torch.where(free, ANY, PINNED).cpu()
+
+
+def pinned(shape: Sequence[int]) -> Tensor:
+    return torch.tensor(PINNED).expand(tuple(shape))
+
+
+def ids_of(value: Any) -> Tensor:
+    """The ids of an operand or of a Python number."""
+    if isinstance(value, Operand):
+        return value.ids
+    return constant_ids(torch.tensor(float(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation; `shapes` are those of its outputs, `where` names it."""
+
+    op: Any
+    scales: Scales
+    contract: Contraction
+    shapes: tuple[tuple[int, ...], ...]
+    where: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shapes[0]
+
+
+#: ids of the outputs; None where an operation's outputs carry no scale
+Outputs = Tensor | Sequence[Tensor | None] | None
+Rule = Callable[..., Outputs]
+
+
+class NotUnderstood(Exception):
+    """A rule meets arguments that it does not know; the operation pins its inputs instead."""

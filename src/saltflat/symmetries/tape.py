@@ -1,0 +1,244 @@
+"""What a network computes, as a list of operations on numbered tensors."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from saltflat.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor on the tape."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What is known of a tensor: its shape, and its value where it is part of the model.
+
+    `parameter` is its name in `named_parameters`, `buffer` its name in `named_buffers`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: Tensor | None = None
+    parameter: str | None = None
+    buffer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation: Refs stand where tensors were, `outputs` is a Ref, a list of them, or None."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Any
+
+
+@final
+@dataclass
+class Tape:
+    """Slots, the calls between them in order, and the tensors that are the answer.
+
+    `recorded` is True where only the branches that the example takes were seen.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    answers: list[Ref] = field(default_factory=list)
+    recorded: bool = False
+
+    def add(self, slot: Slot) -> Ref:
+        self.slots.append(slot)
+        return Ref(len(self.slots) - 1)
+
+    def live(self) -> list[Call]:
+        """The calls that the answers depend on."""
+        wanted = {r.index for r in self.answers}
+        kept = []
+        for call in reversed(self.calls):
+            outputs = {r.index for r in refs(call.outputs)}
+            # What hands a value to Python (`.item()`) has no outputs, and decides what comes next.
+            if wanted & outputs or (not outputs and "_assert" not in str(call.op)):
+                kept.append(call)
+                wanted |= {r.index for r in refs((call.args, call.kwargs))}
+        return kept[::-1]
+
+
+def refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+class Answer(nn.Module):
+    """The model followed by the choice of its outputs."""
+
+    def __init__(self, model: nn.Module, output: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        chosen = self._output(self.model(*args, **kwargs))
+        answers = [t for t in tree_leaves(chosen) if isinstance(t, Tensor)]
+        if not answers:
+            raise ModelError("The model's outputs hold no tensor; pass output=callable.")
+        return answers
+
+
+def record(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape:
+    """The tape of one forward pass: exported, or recorded where export cannot follow.
+
+    Export fails where Python looks at values (`if x.sum() > 0`). The recording follows the branch
+    that the example takes; an operation that hands a value to Python pins what it looked at.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            # Before it gives up the exporter prints what it has got so far.
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                program = torch.export.export(answer, args, kwargs, strict=False)
+                program = program.run_decompositions()
+        except Exception:
+            # Whatever the reason was: if the model runs at all, the recording follows it.
+            return _recorded(answer, args, kwargs)
+        return _exported(program, answer)
+
+
+def _names(answer: Answer) -> tuple[dict[int, str], dict[int, str]]:
+    """Names by tensor identity: a tied weight has one, whatever the exporter calls it."""
+    parameters = {id(p): n for n, p in answer.model.named_parameters()}
+    return parameters, {id(b): n for n, b in answer.model.named_buffers()}
+
+
+def _exported(program: Any, answer: Answer) -> Tape:
+    tape, env = Tape(), dict[Any, Any]()
+    parameters, buffers = _names(answer)
+    signature = program.graph_signature
+    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants = signature.inputs_to_lifted_tensor_constants
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            tensor: Any = None
+            if node.name in targets:
+                tensor = _attribute(answer, targets[node.name])
+            elif node.name in constants:
+                tensor = program.constants[constants[node.name]]
+            env[node] = _placeholder(tape, node.meta.get("val"), tensor, parameters, buffers)
+        elif node.op == "call_function":
+            env[node] = _call(tape, node, env)
+        elif node.op == "output":
+            count = len(signature.user_outputs)
+            outputs = [env.get(n) for n in node.args[0]][-count:] if count else []
+            tape.answers = refs(outputs)
+    return tape
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(owner), name)
+
+
+def _placeholder(
+    tape: Tape, meta: Any, tensor: Any, parameters: dict[int, str], buffers: dict[int, str]
+) -> Any:
+    if isinstance(tensor, Tensor):
+        name, buffer = parameters.get(id(tensor)), buffers.get(id(tensor))
+        return tape.add(_slot(tensor, tensor, name, buffer))
+    return tape.add(_slot(meta)) if isinstance(meta, Tensor) else meta
+
+
+def _slot(
+    tensor: Tensor,
+    value: Tensor | None = None,
+    parameter: str | None = None,
+    buffer: str | None = None,
+) -> Slot:
+    return Slot(tuple(tensor.shape), tensor.dtype, value, parameter, buffer)
+
+
+def _call(tape: Tape, node: Any, env: dict[Any, Any]) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    meta = node.meta.get("val")
+    outputs = tree_map(lambda t: tape.add(_slot(t)) if isinstance(t, Tensor) else t, meta)
+    tape.calls.append(Call(node.target, tuple(args), kwargs, outputs))
+    return outputs
+
+
+@final
+class _Recorder(TorchDispatchMode):
+    """Writes every operation down, decomposed as far as the exporter would."""
+
+    def __init__(self, tape: Tape, known: dict[int, Ref]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape, self.known = tape, known
+        self.alive: list[Any] = []  # the id of a tensor is its own only while it lives
+        self.table = torch.export.default_decompositions()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if op in self.table:
+            with self:
+                done = self.table[op](*args, **kwargs)
+            if done is not NotImplemented:
+                return done
+        result = op(*args, **kwargs)
+        inputs = tree_map(self.ref, (args, kwargs))
+        outputs = tree_map(self.new, result)
+        self.tape.calls.append(Call(op, inputs[0], inputs[1], outputs))
+        return result
+
+    def ref(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self.known:  # made before the recording: a constant
+            self.known[id(leaf)] = self.tape.add(_slot(leaf, leaf))
+            self.alive.append(leaf)
+        return self.known[id(leaf)]
+
+    def new(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        self.alive.append(leaf)
+        self.known[id(leaf)] = self.tape.add(_slot(leaf))
+        return self.known[id(leaf)]
+
+
+def _recorded(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape:
+    tape, known = Tape(recorded=True), dict[int, Ref]()
+    names, buffer_names = _names(answer)
+    for tensor in [*answer.parameters(), *answer.buffers()]:
+        name, buffer = names.get(id(tensor)), buffer_names.get(id(tensor))
+        known[id(tensor)] = tape.add(_slot(tensor, tensor, name, buffer))
+    state = {**dict(answer.named_parameters()), **dict(answer.named_buffers())}
+    # The recorder sees what functionalisation makes of in-place operations.
+    recorder = _Recorder(tape, known)
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            known[id(leaf)] = tape.add(_slot(leaf))
+
+    def run(state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        return torch.func.functional_call(answer, state, args, kwargs)
+
+    with recorder:
+        results = torch.func.functionalize(run)(state, args, kwargs)
+    answers = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+    tape.answers = [recorder.ref(t) for t in answers]
+    return tape
