@@ -86,7 +86,7 @@ class Risk:
         self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
         self._items = _items(data)
         self._unpack = unpack or split_item
-        self._output = output or logits
+        self.output = output or logits
         everything = dict(self.model.named_parameters())
         self.parameters = _choose(everything, parameters)
         _check_parameters(everything, set(self.parameters))
@@ -143,7 +143,7 @@ class Risk:
             raw = self.model(**inputs)
         else:
             raw = self.model(*inputs)
-        outputs = self._output(raw)
+        outputs = self.output(raw)
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
             raise ModelError("The outputs must be a floating point tensor; pass output=callable.")
         if outputs.ndim == 0 or len(outputs) != batch.size:

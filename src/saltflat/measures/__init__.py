@@ -10,6 +10,8 @@ from saltflat.measures.hessian_trace import HessianTrace
 from saltflat.measures.kappa import Kappa
 from saltflat.measures.kappa_trace import KappaTrace
 from saltflat.measures.matrix_normalized_sharpness import MatrixNormalizedSharpness
+from saltflat.measures.minimum_sharpness import MinimumSharpness
+from saltflat.measures.neuronwise_minimum_sharpness import NeuronwiseMinimumSharpness
 from saltflat.measures.normalized_sharpness import NormalizedSharpness
 from saltflat.measures.relative_flatness import RelativeFlatness
 from saltflat.measures.rho import Rho
@@ -18,6 +20,8 @@ from saltflat.measures.sam_sharpness import SamSharpness
 MEASURES: dict[str, type[Measure]] = {
     "hessian_trace": HessianTrace,
     "hessian_max_eigenvalue": HessianMaxEigenvalue,
+    "minimum_sharpness": MinimumSharpness,
+    "neuronwise_minimum_sharpness": NeuronwiseMinimumSharpness,
     "normalized_sharpness": NormalizedSharpness,
     "matrix_normalized_sharpness": MatrixNormalizedSharpness,
     "kappa": Kappa,
@@ -45,6 +49,8 @@ __all__ = [
     "Layer",
     "MatrixNormalizedSharpness",
     "Measure",
+    "MinimumSharpness",
+    "NeuronwiseMinimumSharpness",
     "NormalizedSharpness",
     "NotApplicable",
     "RelativeFlatness",

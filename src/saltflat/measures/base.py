@@ -15,6 +15,8 @@ from saltflat.curvature.quantities import Kind
 from saltflat.errors import SaltflatError
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
+from saltflat.symmetries.find import symmetries
+from saltflat.symmetries.group import Group
 
 # A kind of curvature, or "passes": further passes over the data with other parameters.
 Need = Kind | Literal["passes"]
@@ -96,6 +98,17 @@ class Context:
     quantities: dict[Kind, Quantity]
     seed: int = 0
     engine: Engine | None = None
+    _group: Group | None = None
+
+    @property
+    def group(self) -> Group:
+        """Every rescaling of the trainable parameters that keeps the model's function."""
+        if self._group is None:
+            inputs = next(self.risk.batches()).part(0, 2).inputs
+            self._group = symmetries(
+                self.risk.model, inputs, output=self.risk.output, parameters="trainable"
+            )
+        return self._group
 
     def quantity(self, kind: Kind) -> Quantity:
         if kind not in self.quantities:

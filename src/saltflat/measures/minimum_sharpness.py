@@ -1,0 +1,108 @@
+"""Minimum sharpness: the least trace of the Hessian over rescalings of whole layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from saltflat.measurement import Measurement, Symmetry
+from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable
+from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace, uniform_parameters
+from saltflat.symmetries.group import Group
+
+
+@final
+@dataclass(frozen=True)
+class MinimumSharpness(Measure):
+    """min_α Tr H over all α-scalings (Ibayashi et al. 2021, eq. 4 and Theorem 1).
+
+    The α-scalings are the rescalings of whole layers that keep the function, found for any graph.
+    Without biases in a chain of D layers the value is D (Π_d Tr H_d)^{1/D}; in general it is the
+    minimum of a geometric program. `details["alpha"]` holds the factor of every weight at the
+    minimum, `details["logs"]` the element of the group.
+
+    A layer whose curvature can be driven to zero (one that feeds BatchNorm, or a dead one) adds
+    nothing; it is named, and `details["on_sphere"]` is the value with such layers measured on
+    their unit sphere instead, Σ_o ‖w_o‖² Tr H_{w_o} over their output units.
+    """
+
+    name: ClassVar[str] = "minimum_sharpness"
+    title: ClassVar[str] = "min_α Tr H"
+    paper: ClassVar[str] = "Ibayashi et al. 2021"
+    equation: ClassVar[str] = "(4), Theorem 1"
+    needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def compute(self, context: Context) -> Measurement:
+        group = context.group.only("layer")
+        trace = context.quantity("trace")
+        single = uniform_parameters(group, trace.values)
+        curvature = dict(trace.values)
+        source = trace
+        if len(single) < len(curvature):
+            # Scales that differ within a parameter (a concatenation): entries are needed.
+            source = context.quantity("diagonal")
+            curvature = dict(source.values)
+        least = minimised(group, curvature)
+        details: dict[str, Any] = {
+            "alpha": alphas(least, context.layers),
+            "logs": least.element.logs,
+        }
+        if least.vanishing:
+            details["on_sphere"] = least.value + _on_sphere(context, least)
+        return self.measurement(
+            value=least.value,
+            exact=source.exact(curvature),
+            stderr=source.stderr(least.slopes),
+            gap=least.gap,
+            by_parameter=least.by_parameter,
+            details=details,
+            notes=notes(least),
+        )
+
+
+def minimised(group: Group, curvature: dict[str, Tensor]) -> Least:
+    try:
+        return least_trace(group, curvature)
+    except NegativeCurvature as error:
+        raise NotApplicable(str(error)) from error
+
+
+def alphas(least: Least, layers: Any) -> dict[str, float]:
+    """The factor of every weight matrix, the geometric mean over its entries."""
+    factors = least.element.factors()
+    return {
+        layer.parameter: float(factors[layer.parameter].log().mean().exp())
+        if layer.parameter in factors
+        else 1.0
+        for layer in layers
+    }
+
+
+def notes(least: Least) -> tuple[str, ...]:
+    if not least.vanishing:
+        return ()
+    names = list(least.vanishing)
+    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return (
+        f"not attained: rescaling drives the curvature of {shown} to zero without changing the "
+        "function",
+    )
+
+
+def _on_sphere(context: Context, least: Least) -> float:
+    """Σ_o ‖w_o‖² Tr H_{w_o} over the output units of the weights that vanish."""
+    diagonal = context.quantity("diagonal")
+    total = 0.0
+    for layer in context.layers:
+        if layer.parameter in least.vanishing:
+            total += _sphere(layer, diagonal.values[layer.parameter])
+    return total
+
+
+def _sphere(layer: Layer, diagonal: Tensor) -> float:
+    norms = layer.matrix.rows(layer.weight.to(diagonal.device, torch.float64).square())
+    return float((norms * layer.matrix.rows(diagonal)).sum())
