@@ -220,7 +220,14 @@ def test_zero_filters_have_no_direction() -> None:
     for strategy in ("ascent", "small_delta"):
         found = compute(BNSharpness(strategy=strategy), model, data)  # type: ignore[arg-type]
         assert math.isfinite(found.value)
-        assert any("1 filters are zero" in note for note in found.notes)
+        assert any(note.endswith("stay: 1") for note in found.notes)
+
+
+def test_a_change_near_rounding_is_said() -> None:
+    model, (x, y) = seeded(normed), points(features=3)
+    assert len(compute(BNSharpness(delta=1e-6), model, (x, y)).notes) == 1
+    notes = compute(BNSharpness(delta=1e-6), model.float(), (x.float(), y)).notes
+    assert any("float64" in note for note in notes)
 
 
 def test_where_the_gradient_vanishes_the_direction_stays_on_the_spheres() -> None:

@@ -16,7 +16,7 @@ from saltflat.measures.ascent import Point, ascend, gaussian
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
 from saltflat.measures.batchnorm import feeding
 from saltflat.measures.landscape import BatchLandscape
-from saltflat.measures.perturb import check_search
+from saltflat.measures.perturb import check_search, near_rounding
 from saltflat.measures.spheres import Spheres
 
 
@@ -75,10 +75,12 @@ class BNSharpness(Measure):
         value, notes = limit, [f"batch statistics: depends on the batch size {surface.batch_size}"]
         if self.strategy == "ascent":
             value = self._search(surface, loss, spheres, gradient, context.seed)
+            dtype = next(iter(surface.parameters.values())).dtype
+            notes += near_rounding(value * self.delta, loss, dtype)
         else:
             notes.append("the limit for δ → 0")
         if zeros := spheres.zeros():
-            notes.append(f"{zeros} filters are zero: they have no direction and are not moved")
+            notes.append(f"filters that are zero, so have no direction and stay: {zeros}")
         return self.measurement(
             value=value,
             exact=self.strategy == "small_delta",

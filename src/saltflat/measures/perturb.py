@@ -102,13 +102,17 @@ class Neighbourhood:
         return value, {name: g * self.scale[name] for name, g in gradient.items()}
 
     def _rounding(self, growth: float, loss: float) -> tuple[str, ...]:
-        dtype = next(iter(self.landscape.parameters.values())).dtype
-        if growth >= 100 * torch.finfo(dtype).eps * max(1.0, abs(loss)):
-            return ()
-        return (
-            f"the loss changes by {growth:.1e}, which is near the rounding of {dtype}: measure "
-            "with dtype=torch.float64",
-        )
+        return near_rounding(growth, loss, next(iter(self.landscape.parameters.values())).dtype)
+
+
+def near_rounding(growth: float, loss: float, dtype: torch.dtype) -> tuple[str, ...]:
+    """A note if the loss changes by little more than what it is rounded to."""
+    if growth >= 100 * torch.finfo(dtype).eps * max(1.0, abs(loss)):
+        return ()
+    return (
+        f"the loss changes by {growth:.1e}, which is near the rounding of {dtype}: measure with "
+        "dtype=torch.float64",
+    )
 
 
 def check_search(radius: float, name: str, steps: int, restarts: int, draws: int = 2) -> None:
