@@ -15,6 +15,8 @@ from saltflat.measurement import Measurement
 from saltflat.measures.planner import compare, measure
 from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
+from saltflat.symmetries.find import symmetries
+from saltflat.symmetries.group import Group
 from saltflat.version import __version__
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Detail",
     "Diagonal",
     "Eigenvalue",
+    "Group",
     "Hutchinson",
     "InvalidType",
     "InvalidValue",
@@ -40,5 +43,6 @@ __all__ = [
     "diagonal",
     "max_eigenvalue",
     "measure",
+    "symmetries",
     "trace",
 ]

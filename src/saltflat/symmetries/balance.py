@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from saltflat.convex.geometric import Minimum, minimise
+from saltflat.curvature.functions import diagonal as curvature_diagonal
 from saltflat.errors import ModelError
 from saltflat.symmetries.group import Group
 from saltflat.symmetries.rescale import Element
@@ -104,6 +105,12 @@ def least_trace(group: Group, curvature: Mapping[str, Tensor]) -> Least:
         slopes,
         vanishing,
     )
+
+
+def balanced(group: Group, model: nn.Module, data: Any, *args: Any, **options: Any) -> nn.Module:
+    """The model at the least trace over the group, as a copy."""
+    diagonal = curvature_diagonal(model, data, *args, **options)
+    return least_trace(group, diagonal).element(model)
 
 
 def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
-from torch import Tensor
+from torch import Tensor, nn
 
 from saltflat.errors import InvalidValue
 from saltflat.symmetries import members
@@ -158,6 +158,17 @@ class Group:
     def filters(self, factors: Mapping[str, float | Tensor]) -> Element:
         """T_a: filters that feed BatchNorm by a_i > 0 (BN-Sharpness, definition 2.2)."""
         return members.filters(self, factors)
+
+    def balance(self, model: nn.Module, data: Any, *args: Any, **options: Any) -> nn.Module:
+        """A copy of the model with the same function and the least trace of the Hessian.
+
+        Over this group: all rescalings, or those of whole layers for `group.only("layer")`.
+        Arguments as in `saltflat.diagonal`. Where the least trace is only approached, as with
+        filters that feed BatchNorm, what can be driven to zero is left where it is.
+        """
+        from saltflat.symmetries.balance import balanced
+
+        return balanced(self, model, data, *args, **options)
 
     # Printing.
 
