@@ -1,0 +1,252 @@
+"""Normalized sharpness of one matrix: the least of Σ_ij h_ij e^{x_i+y_j} + w²_ij e^{−(x_i+y_j)}.
+
+Equation 17 of Normalized Flat Minima for one matrix, at λ = ½: h is the diagonal of the Hessian, w
+the weights, eˣ and eʸ the variances of rows and columns (equations 18 and 19; there the latter
+lacks a square).
+
+**Sweeps.** For fixed y the best x is x_i = ½ log(Σ_j w²_ij e^{−y_j} / Σ_j h_ij e^{y_j}), and the
+same with rows and columns exchanged. Sums of positive terms lose no accuracy, whatever the sizes,
+so sweeps come first and last; where they creep, Newton steps go between them.
+
+**The gap.** Let P = h e^{x+y}, Q = w² e^{−x−y} and R = P + Q. The Newton step (α, β) makes the row
+and the column sums of p = P (1+z) and q = Q (1−z) equal, z_ij = α_i + β_j. For |z| ≤ ½ these are
+feasible for the dual: by eᵗ ≥ c (1 + t − log c), term by term, and ψ(z) = (1+z) log(1+z) − z ≤ z²,
+
+    f − inf f ≤ Σ P ψ(z) + Q ψ(−z) ≤ Σ R z² ≤ 2 (Σ_i R_i α_i² + Σ_j R_j β_j²),
+
+R_i and R_j being row and column sums. In floating point the sums of p and q differ by what a
+further step (α', β') would repair; let ζ = max |α'| + max |β'|. With s_ij the change of x_i + y_j
+on the way to a minimum, this adds at most ζ Σ R |s| ≤ 2 ζ Σ (p + q) |s| to the gap. At a minimum no
+term exceeds f, so s is bounded on one side, p s ≤ p log(f/P) and −q s ≤ q log(f/Q), and equal sums
+make the other side weigh as much; each side adds up to 1.5 f log(2n) at most, for n entries.
+Together this is 6 ζ f log(2n) / (1 − 2ζ).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log, log1p
+
+import torch
+from torch import Tensor
+
+from saltflat.convex.pattern import components
+from saltflat.errors import InvalidType, InvalidValue
+
+_EPS = torch.finfo(torch.float64).eps
+_SETTLED = 1e-9  # change of y in a sweep from which the gap is at the level of rounding
+_RANGE = 1e100  # entries beyond this, or below its inverse, are brought closer in logarithms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Balanced:
+    """The infimum over x and y, between value − gap and value.
+
+    If it is not attained, `value` and (x, y) belong to the sum without the `vanishing` terms that
+    can be driven to 0 together. `sweeps` counts updates of all of x and y.
+    """
+
+    value: float
+    x: Tensor
+    y: Tensor
+    gap: float
+    attained: bool
+    vanishing: int
+    sweeps: int
+
+
+@dataclass(slots=True)
+class _Sum:
+    """The terms h e^{x+y} and w² e^{−x−y} by their factors a = eˣ and b = eʸ."""
+
+    h: Tensor
+    w: Tensor
+    a: Tensor
+    b: Tensor
+    blocks: Tensor  # a number for each column; columns of different numbers share no row
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Sums over columns of the first and of the second terms."""
+        return self.a * (self.h @ self.b), (self.w @ (1 / self.b)) / self.a
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        return self.b * (self.a @ self.h), ((1 / self.a) @ self.w) / self.b
+
+    def across(self, v: Tensor) -> Tensor:
+        """R v."""
+        return self.a * (self.h @ (self.b * v)) + (self.w @ (v / self.b)) / self.a
+
+    def down(self, v: Tensor) -> Tensor:
+        """Rᵀ v."""
+        return self.b * ((self.a * v) @ self.h) + ((v / self.a) @ self.w) / self.b
+
+    def without_flat(self, residual: Tensor, columns: Tensor) -> Tensor:
+        """The residual without its part along (x + c, y − c), where the sum does not change."""
+        count = int(self.blocks.max()) + 1
+        parts = residual.new_zeros(2, count)
+        parts.index_add_(1, self.blocks, torch.stack([residual, columns]))
+        share = parts[0] * _inverse(parts[1])
+        return residual - columns * share[self.blocks]
+
+    def sweep(self) -> float:
+        """Balance the columns, then the rows; the largest change of y."""
+        change = _log_ratio(*self.columns())
+        self.b = self.b * change.exp()
+        self.a = self.a * _log_ratio(*self.rows()).exp()
+        return float(change.abs().max())
+
+
+def balance(h: Tensor, squares: Tensor) -> Balanced:
+    """Minimise Σ h e^{x_i+y_j} + squares e^{−(x_i+y_j)} over x (rows) and y (columns).
+
+    Both are matrices of one shape without negative entries; they are computed with in float64 on
+    their device.
+    """
+    (h, h_low), (w, w_low) = _checked(h, "h"), _checked(squares, "squares")
+    if h.shape != w.shape:
+        raise InvalidValue(
+            f"h and squares must have one shape. Got {tuple(h.shape)} and {tuple(w.shape)}."
+        )
+    vanishing, blocks = 0, torch.zeros(h.shape[1], dtype=torch.int64, device=h.device)
+    if h.numel() and (h_low == 0 or w_low == 0):
+        h, w, vanishing, blocks = _without_vanishing(h, w)
+    x, y = h.new_zeros(h.shape[0]), h.new_zeros(h.shape[1])
+    if not h.any():  # every term of one kind is balanced by one of the other
+        return Balanced(0.0, x, y, 0.0, not vanishing, vanishing, 0)
+    h, w, x, y = _in_range(h, w, x, y)
+    sums = _Sum(h, w, torch.ones_like(x), torch.ones_like(y), blocks)
+    value, gap, sweeps = _minimise(sums)
+    x, y = x + sums.a.log(), y + sums.b.log()
+    return Balanced(value, x, y, gap, not vanishing, vanishing, sweeps)
+
+
+def _checked(matrix: Tensor, name: str) -> tuple[Tensor, float]:
+    """The matrix in float64 and its least entry."""
+    if not isinstance(matrix, Tensor):
+        raise InvalidType(f"{name} must be a tensor. Got {type(matrix).__name__}.")
+    matrix = matrix.detach().to(torch.float64)
+    if matrix.ndim != 2:
+        raise InvalidValue(
+            f"{name} must be a matrix (out, in); sum over kernel positions first. "
+            f"Got shape {tuple(matrix.shape)}."
+        )
+    if matrix.numel() == 0:
+        return matrix, 0.0
+    low, high = (float(bound) for bound in torch.aminmax(matrix))
+    if not low >= 0 or not high < float("inf"):
+        raise InvalidValue(
+            f"{name} must be finite and not negative. Got entries from {low:g} to {high:g}; "
+            "clip negative curvature at 0 and report how much was clipped."
+        )
+    return matrix, low
+
+
+def _without_vanishing(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, int, Tensor]:
+    """h and w without the terms that can be driven to 0, the number of these, and the blocks."""
+    up, down = h > 0, w > 0
+    rows, columns = components(down, up)
+    joined = rows[:, None] == columns
+    gone = int((up & ~joined).sum() + (down & ~joined).sum())
+    return (h * joined, w * joined, gone, columns) if gone else (h, w, 0, columns)
+
+
+def _in_range(h: Tensor, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Matrices whose entries cannot overflow in the sweeps, and the x and y that this takes."""
+    bounds = [b for m in (h, w) for b in _positive_range(m)]
+    if min(bounds) > 1 / _RANGE and max(bounds) < _RANGE:
+        return h, w, x, y
+    log_h, log_w = h.log(), w.log()
+    for _ in range(3):
+        for dim, v in ((1, x), (0, y)):
+            s = x[:, None] + y
+            half = (torch.logsumexp(log_w - s, dim) - torch.logsumexp(log_h + s, dim)) / 2
+            v += half.nan_to_num(nan=0.0)
+    s = x[:, None] + y
+    return (log_h + s).exp(), (log_w - s).exp(), x, y
+
+
+def _positive_range(matrix: Tensor) -> tuple[float, float]:
+    low, high = (float(bound) for bound in torch.aminmax(matrix))
+    if low == 0:
+        low = float(matrix.where(matrix > 0, float("inf")).amin())
+    return low, high
+
+
+def _log_ratio(first: Tensor, second: Tensor) -> Tensor:
+    """½ log(second / first); 0 for a row or column without terms."""
+    return (second.log() - first.log()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) / 2
+
+
+def _minimise(sums: _Sum) -> tuple[float, float, int]:
+    """Sweep, then take Newton steps as needed; value, gap and number of sweeps."""
+    rounding = _EPS * (sum(sums.h.shape) / 2 + 8)
+    sums.a = _log_ratio(*sums.rows()).exp()
+    change, sweeps = sums.sweep(), 1
+    for sweeps in range(2, 40):
+        before, change = change, sums.sweep()
+        if change <= _SETTLED or (sweeps > 4 and change > 0.5 * before):
+            break
+    for _ in range(100):
+        value = float(sum(s.sum() for s in sums.rows()))
+        alpha, beta, gap = _newton(sums, value)
+        if gap <= (1e-13 + rounding) * value:
+            break
+        size = float(alpha.abs().max() + beta.abs().max())
+        # The step that is safe for functions whose third derivative is at most size × the second.
+        step = log1p(size) / size
+        sums.a, sums.b = sums.a * (step * alpha).exp(), sums.b * (step * beta).exp()
+        sums.sweep()
+        sweeps += 1
+    return value, min(value, gap + rounding * value), sweeps
+
+
+def _newton(sums: _Sum, value: float) -> tuple[Tensor, Tensor, float]:
+    """The Newton step and the gap that it certifies; infinite if the step is too long for that."""
+    (p, q), (s, t) = sums.rows(), sums.columns()
+    rows, columns = p + q, s + t
+    alpha, beta = _solve(sums, rows, columns, q - p, t - s)
+    first = q - p - rows * alpha - sums.across(beta)
+    second = t - s - columns * beta - sums.down(alpha)
+    da, db = _solve(sums, rows, columns, first, second)
+    alpha, beta = alpha + da, beta + db
+    error = float(da.abs().max() + db.abs().max())
+    size = float(alpha.abs().max() + beta.abs().max())
+    if size > 0.5 or error > 0.25:
+        return alpha, beta, float("inf")
+    gap = 2 * float(rows @ alpha**2 + columns @ beta**2)
+    return alpha, beta, gap + 6 * value * error * log(2 * sums.h.numel()) / (1 - 2 * error)
+
+
+def _solve(
+    sums: _Sum, rows: Tensor, columns: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, Tensor]:
+    """α and β with R_i α_i + (R β)_i = first and R_j β_j + (Rᵀ α)_j = second.
+
+    α is eliminated; β comes from conjugate gradients, preconditioned by the column sums. The last
+    two lines are one sweep of the linear system: they set right the columns that are too light to
+    count in the norm that conjugate gradients look at.
+    """
+    over_rows, over_columns = _inverse(rows), _inverse(columns)
+    residual = sums.without_flat(second - sums.down(over_rows * first), columns)
+    beta = torch.zeros_like(columns)
+    direction = over_columns * residual
+    first_energy = energy = float(residual @ direction)
+    least = max(1e-12 * first_energy, (_EPS / 8) ** 2 * float(columns.sum()))
+    for _ in range(500):
+        if energy <= least:
+            break
+        image = columns * direction - sums.down(over_rows * sums.across(direction))
+        curvature = float(direction @ image)
+        if curvature <= 0:
+            break
+        beta = beta + energy / curvature * direction
+        residual = residual - energy / curvature * image
+        energy, before = float(residual @ (over_columns * residual)), energy
+        direction = over_columns * residual + energy / before * direction
+    alpha = over_rows * (first - sums.across(beta))
+    beta = over_columns * (second - sums.down(alpha))
+    return over_rows * (first - sums.across(beta)), beta
+
+
+def _inverse(sums: Tensor) -> Tensor:
+    return torch.where(sums > 0, 1 / sums, 0.0)
