@@ -1,0 +1,166 @@
+"""Sharpness-aware minimization, plain and adaptive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from saltflat.errors import InvalidValue
+from saltflat.training.checks import check_number
+from saltflat.training.vectors import put, total_norm
+from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
+
+
+@final
+class SAM(PerturbedOptimizer):
+    """The base optimizer, with gradients taken where the loss is highest nearby.
+
+    SAM (Foret et al., 2021, eqs. 2 and 3) steps with ∇L(w + e), e = ρ g/‖g‖, g = ∇L(w), the norm
+    over all parameters. `adaptive=True` is ASAM (Kwon et al., 2021, eqs. 7 and 8, elementwise):
+
+        e = ρ T² g / ‖T g‖,      T = |w| + η
+
+    so that ρ is relative to the weights; there ρ is usually ten times larger.
+
+    Parameters
+    ----------
+    base_optimizer : any torch optimizer that takes no closure.
+    rho : the radius; 0 is the base optimizer.
+    adaptive : whether T is |w| + η or 1.
+    eta : η. The authors' code has 0.01; a widely used other implementation has 0.
+    vectors : whether ASAM scales parameters of at most one dimension too, that is biases and
+        normalisation parameters. The authors' code does not scale biases, the other one does.
+    freeze_batchnorm, same_randomness : see `PerturbedOptimizer`.
+
+    `rho`, `adaptive`, `eta` and `vectors` are settings of a parameter group, like the learning
+    rate: a group may have its own. A group of biases with `"adaptive": False` gives the authors'
+    variant to the letter, in which normalisation weights are scaled and biases are not.
+
+    m-sharpness, one perturbation for each micro-batch: give `step` a list of closures, one a
+    micro-batch; the step takes the mean of their gradients. Or pass by pass, k micro-batches:
+
+        for x, y in micro_batches:
+            optimizer.zero_grad()
+            (loss(model(x), y) / k).backward()
+            optimizer.perturb()
+            (loss(model(x), y) / k).backward()
+            optimizer.gather()
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        rho: float = 0.05,
+        adaptive: bool = False,
+        *,
+        eta: float = 0.01,
+        vectors: bool = True,
+        freeze_batchnorm: bool = True,
+        same_randomness: bool = True,
+    ) -> None:
+        defaults = {
+            "rho": check_number("rho", rho),
+            "adaptive": adaptive,
+            "eta": check_number("eta", eta),
+            "vectors": vectors,
+        }
+        super().__init__(
+            base_optimizer,
+            defaults,
+            freeze_batchnorm=freeze_batchnorm,
+            same_randomness=same_randomness,
+        )
+
+    def step(self, closure: Closure | Sequence[Closure] | None = None) -> Any:
+        """One step; for a list of closures, with a perturbation for each; returns the loss."""
+        if closure is None or callable(closure):
+            return super().step(closure)
+        if not closure:
+            raise InvalidValue("step() needs at least one closure. Got an empty list.")
+        losses = []
+        for one in closure:
+            self.zero_grad()
+            losses.append(self._run(one))
+            self.gather()
+        self._multiply(1.0 / len(losses))
+        self._base_step()
+        return sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """End the passes of one micro-batch: put the weights back and add its gradients up.
+
+        The gradients that it leaves are the sum so far.
+        """
+        if self._walk is not None:
+            self._advance()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = self._gathered.get(p)
+                    self._gathered[p] = p.grad.clone() if before is None else before + p.grad
+        for p, total in self._gathered.items():
+            p.grad = total.clone()
+        self._ready = True
+        self._await_first_pass()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, not the sum that `gather` keeps until the step."""
+        if self._gathered:
+            self._ready = False  # the next micro-batch begins
+        super().zero_grad(set_to_none)
+
+    def restore(self) -> None:
+        self._gathered.clear()
+        super().restore()
+
+    def _base_step(self, skip: bool = False) -> None:
+        self._gathered.clear()
+        super()._base_step(skip)
+
+    def _adopt(self, base: Optimizer) -> None:
+        self._gathered: dict[Tensor, Tensor] = {}
+        super()._adopt(base)
+
+    def _neutral(self) -> bool:
+        return all(self._setting(group, "rho") == 0 for group in self.param_groups)
+
+    def _passes(self) -> Walk:
+        found = self._with_gradients()
+        parameters = [p for p, _, _ in found]
+        kept = [p.clone() for p in parameters]
+        try:
+            torch._foreach_add_(parameters, self._ascent(found))
+            yield "ascent"
+        finally:
+            put(parameters, kept)
+
+    def _ascent(self, found: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
+        """e = ρ T² g / ‖T g‖, parameter by parameter.
+
+        After an overflow it is NaN, so are the gradients there, and a GradScaler skips the step.
+        """
+        scales = [self._scale(p, group) for p, _, group in found]
+        steps = [
+            g.clone() if t is None else g * t for (_, g, _), t in zip(found, scales, strict=True)
+        ]
+        norm = total_norm(steps)
+        inverse = 1.0 / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        for (_, _, group), t, step in zip(found, scales, steps, strict=True):
+            if t is not None:
+                step.mul_(t)
+            step.mul_((self._setting(group, "rho") * inverse).to(step.device))
+        return steps
+
+    def _scale(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """T of Kwon et al., or None where it is 1."""
+        if not self._setting(group, "adaptive"):
+            return None
+        if p.ndim <= 1 and not self._setting(group, "vectors"):
+            return None
+        return p.abs().add_(self._setting(group, "eta"))

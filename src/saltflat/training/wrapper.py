@@ -1,0 +1,299 @@
+"""Optimizers that need gradients at perturbed weights before another optimizer takes the step."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import LBFGS, Optimizer
+
+from saltflat.errors import InvalidType, InvalidValue
+from saltflat.training.perturb import FrozenStatistics, Replay
+
+Closure = Callable[[], Any]
+Walk = Generator[str, None, None]
+
+_KEPT = ("base", "defaults", "freeze_batchnorm", "same_randomness")
+_SHARED_HOOKS = tuple(
+    f"_optimizer_{verb}_{when}_hooks"
+    for verb in ("state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
+class PerturbedOptimizer(Optimizer, ABC):
+    """A torch optimizer around a base optimizer, whose parameter groups and state it shares.
+
+    With a closure, which clears the gradients, computes the loss, calls `backward()` and returns
+    the loss: `optimizer.step(closure)`. Or pass by pass, for GradScaler, gradient accumulation and
+    clipping:
+
+        loss(model).backward()
+        while optimizer.perturb():       # moves the weights and clears the gradients
+            loss(model).backward()
+        optimizer.step()                 # the weights are back, the base optimizer steps
+
+    Perturbed passes neither touch BatchNorm's running statistics (`freeze_batchnorm`) nor draw
+    other random numbers than the first pass (`same_randomness`); after the step the generators
+    stand where one pass would have left them.
+
+    Hooks: step hooks run on this optimizer around the whole step, and on the base around its own.
+    State-dict hooks are shared and get the base optimizer.
+    """
+
+    # GradScaler then calls `step` also after an overflow, so that the weights are put back.
+    _step_supports_amp_scaling = True
+    # Whether the gradients of the first passes may come multiplied by a GradScaler's scale.
+    _scale_free = True
+
+    _walk: Walk | None
+    _ready: bool  # all passes are made, the gradients are those of the step
+
+    def __init__(
+        self,
+        base: Optimizer,
+        defaults: dict[str, Any],
+        *,
+        freeze_batchnorm: bool,
+        same_randomness: bool,
+    ) -> None:
+        _check_base(base)
+        super().__init__([dict(group) for group in base.param_groups], defaults)
+        self.freeze_batchnorm = freeze_batchnorm
+        self.same_randomness = same_randomness
+        self._adopt(base)
+        for group in self.param_groups:
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+        self.defaults = {**base.defaults, **defaults}
+
+    @abstractmethod
+    def _passes(self) -> Walk:
+        """Starts with gradients at the weights as they are. Moves the weights before every yield,
+        finds the gradients there after it, and ends with the weights back and the gradients of the
+        step in place; closed early, it puts the weights back."""
+
+    @abstractmethod
+    def _neutral(self) -> bool:
+        """Whether the settings make this the base optimizer, so that one pass is enough."""
+
+    def perturb(self, scaler: GradScaler | None = None) -> bool:
+        """Move the weights to the next point where a gradient is needed; False if there is none.
+
+        The gradients are taken and cleared. When it returns False the weights are back, and the
+        gradients are those of the step: they can be clipped. `scaler` is the GradScaler that the
+        loss was multiplied by; its `unscale_` comes after the last pass, not before.
+        """
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        self._scaler_seen = scaler is not None
+        if scale != 1.0 and not self._scale_free:
+            self._multiply(1.0 / scale)
+        more = self._advance() is not None
+        if scale != 1.0 and not self._scale_free and not more:
+            self._multiply(scale)
+        return more
+
+    def restore(self) -> None:
+        """Put the weights back and forget the passes of this step, after an error for instance."""
+        self._ready = False
+        if self._walk is not None:
+            self._walk.close()
+            self._walk = None
+        self._await_first_pass()
+
+    def step(self, closure: Any = None) -> Any:
+        """One step, with all its passes if `closure` is given; returns the unperturbed loss."""
+        if closure is None:
+            self._finish()
+            return None
+        loss = self._run(closure)
+        self._base_step()
+        return loss
+
+    def _run(self, closure: Closure, own: Mapping[str, Closure] | None = None) -> Any:
+        """All passes of a step; `own` holds closures of their own for some of them."""
+        if self._walk is not None or self._ready:
+            raise InvalidValue(
+                "step(closure) was called between perturb() and step(). Finish with step(), or go "
+                "back with restore()."
+            )
+        self._replay.mark()
+        try:
+            with torch.enable_grad():
+                loss = closure()
+            while not self._neutral() and (stage := self._advance()) is not None:
+                with torch.enable_grad():
+                    self._evaluate((own or {}).get(stage), closure)
+        except BaseException:
+            self.restore()
+            raise
+        return loss
+
+    def _evaluate(self, own: Closure | None, closure: Closure) -> None:
+        if own is None:
+            closure()
+            return
+        if self.same_randomness:  # other data: the random numbers go on instead
+            self._replay.resume()
+        own()
+        if self.same_randomness:
+            self._replay.pause()
+
+    def _finish(self) -> None:
+        """The step of the base optimizer after passes that the user made."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self._walk is None and not self._ready:
+            raise InvalidValue(
+                f"{type(self).__name__}.step() has only one gradient. Pass a closure, or call "
+                "perturb() and backward() again before step()."
+            )
+        if found_inf is not None and not self._scale_free and not self._scaler_seen:
+            self.restore()
+            raise InvalidValue(
+                f"{type(self).__name__} needs to know the scale of the gradients. With a "
+                "GradScaler call perturb(scaler)."
+            )
+        if grad_scale is not None:
+            self._multiply(float(1.0 / grad_scale.double()))
+        if not self._ready and self._advance() is not None:
+            self.restore()
+            raise InvalidValue(
+                f"{type(self).__name__}.step() came too early: a gradient is missing. Use "
+                "`while optimizer.perturb(): loss(model).backward()`."
+            )
+        self._base_step(skip=found_inf is not None and bool(found_inf))
+
+    def _base_step(self, skip: bool = False) -> None:
+        self._ready = False
+        if not skip:
+            self.base.step()
+        self._await_first_pass()
+
+    def _await_first_pass(self) -> None:
+        if self.same_randomness:
+            self._replay.arm()
+
+    @torch.no_grad()
+    def _advance(self) -> str | None:
+        if self._ready:
+            raise InvalidValue(
+                "The passes of this step are over. Call step() before perturb(); between the "
+                "micro-batches of gather(), zero_grad()."
+            )
+        if self._walk is None:
+            self._walk = self._guarded()
+        try:
+            stage = next(self._walk, None)
+        except BaseException:
+            self.restore()
+            raise
+        torch.clear_autocast_cache()  # it holds the weights from before they moved
+        if stage is None:
+            self._walk, self._ready = None, True
+        return stage
+
+    def _guarded(self) -> Walk:
+        passes, frozen = self._passes(), FrozenStatistics(self)
+        if self.same_randomness:
+            self._replay.pause()
+        if self.freeze_batchnorm:
+            frozen.open()
+        try:
+            for stage in passes:
+                super().zero_grad()
+                if self.same_randomness:
+                    self._replay.rewind()
+                yield stage
+        finally:
+            passes.close()
+            frozen.close()
+            if self.same_randomness:
+                self._replay.resume()
+
+    def _with_gradients(self) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """The parameters that have a gradient, each with it and with its group."""
+        found = [
+            (p, p.grad, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if not found:
+            raise InvalidValue("perturb() found no gradients. Call backward() first.")
+        if any(gradient.layout != torch.strided for _, gradient, _ in found):
+            raise InvalidValue("Sparse gradients cannot be perturbed. Use sparse=False.")
+        return found
+
+    def _setting(self, group: Mapping[str, Any], name: str) -> Any:
+        # Groups that the base optimizer added or loaded do not hold it.
+        return group.get(name, self.defaults[name])
+
+    @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        base = self.__dict__.get("base")
+        if base is None:  # during construction; the base has its groups already
+            super().add_param_group(param_group)
+            return
+        base.add_param_group(param_group)
+        for name, value in self.defaults.items():
+            param_group.setdefault(name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+    def _adopt(self, base: Optimizer) -> None:
+        self.base = base
+        for name in _SHARED_HOOKS:
+            setattr(self, name, getattr(base, name))
+        itself = weakref.ref(self)
+
+        def link(base: Optimizer) -> None:
+            if (optimizer := itself()) is not None:
+                optimizer.param_groups, optimizer.state = base.param_groups, base.state
+
+        base.register_load_state_dict_post_hook(link)
+        link(base)
+        self._walk = None
+        self._ready = False
+        self._scaler_seen = False
+        self._replay = Replay(self)
+        self._await_first_pass()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._walk is not None:
+            raise InvalidValue(
+                f"{type(self).__name__} cannot be copied between perturb() and step(): the "
+                "weights are perturbed. Call step() or restore() first."
+            )
+        return {name: self.__dict__[name] for name in _KEPT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({k: v for k, v in state.items() if k != "base"})
+        self._adopt(state["base"])
+
+
+def _check_base(base: Any) -> None:
+    if not isinstance(base, Optimizer):
+        raise InvalidType(
+            "The base must be a torch optimizer, e.g. torch.optim.SGD(model.parameters(), lr=0.1). "
+            f"Got {type(base).__name__}."
+        )
+    if isinstance(base, PerturbedOptimizer | LBFGS):
+        raise InvalidType(
+            f"{type(base).__name__} evaluates the loss itself and cannot be the base of another "
+            "optimizer. Use one whose step() needs no closure."
+        )
