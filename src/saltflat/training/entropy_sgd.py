@@ -1,0 +1,208 @@
+"""Entropy-SGD: descent on the local entropy of the loss."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from math import sqrt
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from saltflat.errors import InvalidValue
+from saltflat.training.checks import check_number
+from saltflat.training.perturb import FrozenStatistics
+
+
+@final
+class EntropySGD(Optimizer):
+    """SGD on the local entropy −log ∫ exp(−L(x') − γ/2 ‖x − x'‖²) dx' (Chaudhari et al., 2017).
+
+    Its gradient γ(x − ⟨x'⟩) is estimated by `steps` steps of Langevin dynamics (algorithm 1):
+
+        x' ← x' − η' (∇L(x') − γ (x − x')) + √η' ε N(0, 1),      μ ← (1 − α) μ + α x'
+
+    from x' = μ = x, η' = `inner_lr`, ε = `noise`, α = `averaging`, and γ = `gamma`
+    (1 + `scoping`)^t in round t. Then SGD steps with the gradient (x − μ) / (α η'). In these units
+    the gradient of one inner step is ∇L(x), so that `steps=1, noise=0` is torch.optim.SGD; the
+    published step x − lr' (x − μ) is the one with lr = lr' α η' (the paper has lr' = ηγ, its
+    public code lr' = lr).
+
+    `momentum` and `nesterov` belong to the outer step, `inner_momentum` (heavy ball, from rest in
+    every round) to the inner ones. `weight_decay` is part of L.
+
+    A step is one inner step, on a batch of its own: call `backward()` and `step()` as with SGD.
+    Every `steps` of them x moves; in between the weights are x', so evaluate and save when
+    `at_center`. `step(closure)` calls the closure until the round is complete.
+
+    BatchNorm's running statistics follow the passes at x only, unless `freeze_batchnorm=False`.
+    Every inner step is a draw of its own, so the passes do not share random numbers. The noise
+    depends on `seed` and the number of the step, not on the global generators: it is the same on
+    every rank, and after loading a checkpoint.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        steps: int = 20,
+        gamma: float = 1e-4,
+        noise: float = 1e-4,
+        *,
+        inner_lr: float = 0.1,
+        averaging: float = 0.25,
+        scoping: float = 0.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        inner_momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        freeze_batchnorm: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise InvalidValue(f"steps must be an integer of at least 1. Got {steps!r}.")
+        if check_number("averaging", averaging, above=True) > 1:
+            raise InvalidValue(f"averaging must be at most 1. Got {averaging!r}.")
+        if nesterov and momentum == 0:
+            raise InvalidValue("nesterov needs a momentum above 0. Got momentum=0.")
+        defaults = {
+            "lr": lr if isinstance(lr, Tensor) else check_number("lr", lr),
+            "gamma": check_number("gamma", gamma),
+            "noise": check_number("noise", noise),
+            "inner_lr": check_number("inner_lr", inner_lr, above=True),
+            "averaging": averaging,
+            "scoping": check_number("scoping", scoping),
+            "momentum": check_number("momentum", momentum),
+            "nesterov": nesterov,
+            "inner_momentum": check_number("inner_momentum", inner_momentum),
+            "weight_decay": check_number("weight_decay", weight_decay),
+            "seed": seed,
+            "inner": 0,  # steps made in this round
+            "round": 0,
+        }
+        self.steps = steps
+        self.freeze_batchnorm = freeze_batchnorm
+        self._adopt_watch()
+        super().__init__(params, defaults)
+
+    @property
+    def at_center(self) -> bool:
+        """Whether the weights are x, and not those of the Langevin dynamics."""
+        return bool(self.param_groups[0]["inner"] == 0)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One inner step; with a closure, as many as complete the round. Returns the first loss."""
+        if closure is None:
+            self._inner_step()
+            return None
+        losses: list[Any] = []
+        while not losses or not self.at_center:
+            with torch.enable_grad():
+                losses.append(closure())
+            self._inner_step()
+        return losses[0]
+
+    @torch.no_grad()
+    def _inner_step(self) -> None:
+        inner = self.param_groups[0]["inner"] + 1
+        last = inner >= self.steps
+        generators: dict[torch.device, torch.Generator] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._langevin(p, p.grad, group, generators)
+                if last and "center" in self.state[p]:
+                    self._descend(p, group)
+        for group in self.param_groups:
+            group["inner"] = 0 if last else inner
+            group["round"] += int(last)
+        torch.clear_autocast_cache()  # it holds the weights from before they moved
+        self._watch()
+
+    def _langevin(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        generators: dict[torch.device, torch.Generator],
+    ) -> None:
+        """Move x', kept as the pull (x − x')/η', and add it to the average (x − μ)/(α η')."""
+        state, inner_lr = self.state[p], group["inner_lr"]
+        if group["weight_decay"] != 0:
+            gradient = gradient.add(p, alpha=group["weight_decay"])
+        first = "center" not in state
+        if first:
+            state["center"], state["pull"] = p.clone(), gradient.clone()
+        if group["inner_momentum"] != 0:
+            if first:
+                state["inner_buffer"] = gradient.clone()
+            else:
+                gradient = state["inner_buffer"].mul_(group["inner_momentum"]).add_(gradient)
+        pull = state["pull"]
+        if not first:
+            gamma = group["gamma"] * (1 + group["scoping"]) ** group["round"]
+            pull.mul_(1 - inner_lr * gamma).add_(gradient)
+        if group["noise"] != 0:
+            pull.add_(self._noise(p, group, generators), alpha=group["noise"] / sqrt(inner_lr))
+        if first:
+            state["average"] = pull.clone()
+        else:
+            state["average"].mul_(1 - group["averaging"]).add_(pull)
+        torch.add(state["center"], pull, alpha=-inner_lr, out=p.data)
+
+    def _noise(
+        self, p: Tensor, group: dict[str, Any], generators: dict[torch.device, torch.Generator]
+    ) -> Tensor:
+        if p.device not in generators:
+            count = group["round"] * self.steps + group["inner"]
+            # 32 bits: torch's CPU generator drops the others. The factor keeps seeds far apart.
+            seed = (group["seed"] * 0x9E3779B1 + count) % 2**32
+            generators[p.device] = torch.Generator(p.device).manual_seed(seed)
+        return torch.randn(p.shape, generator=generators[p.device], dtype=p.dtype, device=p.device)
+
+    def _descend(self, p: Tensor, group: dict[str, Any]) -> None:
+        """The outer step: torch.optim.SGD's, from the center, with the average as gradient."""
+        state = self.state[p]
+        p.copy_(state.pop("center"))
+        del state["pull"]
+        state.pop("inner_buffer", None)
+        gradient = state.pop("average")
+        if group["momentum"] != 0:
+            buffer = state.get("momentum_buffer")
+            if buffer is None:
+                buffer = state["momentum_buffer"] = gradient.clone()
+            else:
+                buffer.mul_(group["momentum"]).add_(gradient)
+            gradient = (
+                gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+            )
+        p.add_(gradient, alpha=-float(group["lr"]))
+
+    def _watch(self) -> None:
+        """Freeze the running statistics while the weights are not at the center."""
+        if self.freeze_batchnorm and not self.at_center:
+            self._frozen.open()
+        else:
+            self._frozen.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for name in ("inner", "round"):
+            self.param_groups[-1][name] = self.param_groups[0][name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"steps": self.steps, "freeze_batchnorm": self.freeze_batchnorm}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_frozen" not in self.__dict__:
+            self._adopt_watch()
+        self._watch()
+
+    def _adopt_watch(self) -> None:
+        self._frozen = FrozenStatistics(self)
+        weakref.finalize(self, self._frozen.close)
