@@ -1,0 +1,292 @@
+"""SGDS: training with BN-Sharpness as a regularizer."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.training.bn_filters import Filters, FilterSearch, named_filters
+from saltflat.training.checks import check_number
+from saltflat.training.vectors import put, together, total_norm
+from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
+
+Vector = list[Tensor] | tuple[Tensor, ...]
+
+
+@final
+@dataclass(frozen=True)
+class _Spheres:
+    """φ(θ): ‖v_i‖ = ‖θ_i‖ for every filter i, one unit sphere for all other entries together.
+
+    Directions are kept as unit vectors u_i; `filters` holds, for every parameter, its filters.
+    """
+
+    parameters: list[Tensor]
+    filters: Sequence[Filters | None]
+
+    def units(self, vector: Vector) -> Vector:
+        """Every part divided by its length; a part that vanishes stays zero."""
+        rest = [t for t, f in zip(vector, self.filters, strict=True) if f is None]
+        length = _at_least_tiny(total_norm(rest)) if rest else None
+        return [
+            t / (_at_least_tiny(f.norms(t)) if f else length.to(t))  # type: ignore[union-attr]
+            for t, f in zip(vector, self.filters, strict=True)
+        ]
+
+    def radii(self) -> Vector:
+        return [
+            f.norms(p) if f else torch.ones((), dtype=p.dtype, device=p.device)
+            for p, f in zip(self.parameters, self.filters, strict=True)
+        ]
+
+    def tangent(self, vector: Vector, units: Vector) -> Vector:
+        """The part of `vector` that is orthogonal to u on every sphere (eq. 14)."""
+        rest = [(t * u).sum() for t, u, f in zip(vector, units, self.filters, strict=True) if not f]
+        joint = together(rest).sum() if rest else None
+        return [
+            t - u * (_along(f, t * u) if f else joint.to(t))  # type: ignore[union-attr]
+            for t, u, f in zip(vector, units, self.filters, strict=True)
+        ]
+
+
+def _along(filters: Filters, product: Tensor) -> Tensor:
+    dims = [d for d in range(product.ndim) if d != filters.axis]
+    return product.sum(dim=dims, keepdim=True)
+
+
+def _at_least_tiny(norms: Tensor) -> Tensor:
+    return norms.clamp_min(torch.finfo(norms.dtype).tiny)
+
+
+@final
+class BNSharpnessSGD(PerturbedOptimizer):
+    """The base optimizer on L(θ) + λ S(θ)^p, S the BN-Sharpness (SGDS, algorithm 1).
+
+    S(θ)^p = (1/δ) ∫_{−δ}^{δ} ((L(θ+tv) − L(θ))/δ)^p dt, where ‖v_i‖ = ‖θ_i‖ for every filter i
+    that feeds BatchNorm and the rest of v has norm 1. With g = ∇L(θ), s = ⟨g, v⟩, c = p/(p+1) and
+    the unit directions u_i = v_i/‖v_i‖ held fixed its gradient is, up to higher orders in δ,
+
+        (1/δ) s^{p−1} [∇L(θ+cδv) − ∇L(θ−cδv)]  +  (2p/(p+1)) s^{p−1} ⟨g_i, u_i⟩ θ_i/‖θ_i‖
+
+    the second term on the filters only. (Eq. 15 of the paper adds the two gradients and subtracts
+    2g, which vanishes to first order, and lacks the second term.)
+
+    v is the direction of the gradient on every sphere, or what `ascent_steps` steps of Riemannian
+    ascent from there find (eqs. 14, 16 and 17, in u, so that they are invariant to the scale of
+    the filters too; the paper's for filters of norm 1). One step costs 3 + 2 `ascent_steps` passes.
+
+    Parameters
+    ----------
+    base : any torch optimizer that takes no closure.
+    model : the model, to see which filters feed BatchNorm: `filters` names them after the first
+        forward pass, and `repr` too.
+    strength, growth : λ, and its factor an epoch; call `end_epoch()`. λ is the setting
+        `strength` of a parameter group; 0 is the base optimizer.
+    delta, p : δ, and an even power.
+    clip : the largest norm of λ∇S^p; None for no limit.
+    ascent_rate : the step size of the ascent.
+    filters : names of layers, to be used instead of those seen in the forward pass.
+
+    The difference of two gradients over δ magnifies rounding: prefer float32 to autocast. The
+    paper takes the two gradients on different batches, which `step(closure, plus, minus)` does;
+    their difference is then mostly that of the batches, over δ, and `clip` decides the length.
+    """
+
+    _scale_free = False
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        strength: float = 1e-4,
+        delta: float = 1e-3,
+        p: int = 2,
+        ascent_steps: int = 0,
+        growth: float = 1.02,
+        clip: float | None = 0.1,
+        *,
+        ascent_rate: float = 1.0,
+        filters: Sequence[str] | None = None,
+        freeze_batchnorm: bool = True,
+        same_randomness: bool = True,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
+        if not isinstance(p, int) or p < 2 or p % 2:
+            raise InvalidValue(f"p must be an even integer of at least 2. Got {p!r}.")
+        if not isinstance(ascent_steps, int) or ascent_steps < 0:
+            raise InvalidValue(f"ascent_steps must be a count of at least 0. Got {ascent_steps!r}.")
+        self.delta, self.p = check_number("delta", delta, above=True), p
+        self.ascent_steps = ascent_steps
+        self.ascent_rate = check_number("ascent_rate", ascent_rate, above=True)
+        self.growth = check_number("growth", growth, above=True)
+        self.clip = None if clip is None else check_number("clip", clip, above=True)
+        super().__init__(
+            base,
+            {"strength": check_number("strength", strength)},
+            freeze_batchnorm=freeze_batchnorm,
+            same_randomness=same_randomness,
+        )
+        self.model = model
+        self._named = None if filters is None else named_filters(model, filters)
+        self._search = self._look() if filters is None else None
+
+    @property
+    def filters(self) -> dict[str, int] | None:
+        """The weights whose filters feed BatchNorm, and how many; None before the first pass."""
+        found = self._found()
+        return None if found is None else {f.name: f.count for f in found}
+
+    def end_epoch(self) -> None:
+        """Multiply λ by `growth`."""
+        for group in self.param_groups:
+            group["strength"] = self._setting(group, "strength") * self.growth
+
+    def step(
+        self,
+        closure: Closure | None = None,
+        plus: Closure | None = None,
+        minus: Closure | None = None,
+    ) -> Any:
+        """One step. `plus` and `minus` are closures for θ+cδv and θ−cδv, with other batches."""
+        own = {name: f for name, f in (("plus", plus), ("minus", minus)) if f is not None}
+        if closure is None or not own:
+            if own:
+                raise InvalidValue("plus and minus need a closure for the first pass too.")
+            return super().step(closure)
+        loss = self._run(closure, own)
+        self._base_step()
+        return loss
+
+    def _found(self) -> tuple[Filters, ...] | None:
+        if self._named is None and self._search is not None and self._search.found is not None:
+            self._named, self._search = self._search.found, None
+            if not self._named:
+                warnings.warn(
+                    "BNSharpnessSGD found no filter that feeds BatchNorm: all weights share one "
+                    "sphere, and the measure is not scale-invariant. filters=[…] names them.",
+                    stacklevel=4,
+                )
+        return self._named
+
+    def _look(self) -> FilterSearch:
+        search = FilterSearch(self.model)
+        weakref.finalize(self, search.close)
+        return search
+
+    def _neutral(self) -> bool:
+        return all(self._setting(group, "strength") == 0 for group in self.param_groups)
+
+    def _passes(self) -> Walk:
+        found = self._with_gradients()
+        parameters = [q for q, _, _ in found]
+        gradient = [g.clone() for _, g, _ in found]
+        kept = [q.clone() for q in parameters]
+        spheres = _Spheres(kept, self._by_parameter(parameters))
+        units = spheres.units(gradient)
+        try:
+            for _ in range(self.ascent_steps):
+                both = yield from self._pair(spheres, units, parameters, (self.p + 1), "ascent")
+                units = self._ascend(spheres, units, gradient, torch._foreach_add(*both))
+            both = yield from self._pair(spheres, units, parameters, self.p)
+            put(parameters, kept)
+            term = self._term(spheres, units, gradient, torch._foreach_sub(*both))
+            strengths = [self._setting(group, "strength") for _, _, group in found]
+            torch._foreach_mul_(term, strengths)
+            self._clip(term)
+            for q, g, t in zip(parameters, gradient, term, strict=True):
+                q.grad = g + t
+        finally:
+            put(parameters, kept)
+
+    def _pair(
+        self,
+        spheres: _Spheres,
+        units: Vector,
+        parameters: Sequence[Tensor],
+        power: int,
+        name: str | None = None,
+    ) -> Generator[str, None, tuple[Vector, Vector]]:
+        """The gradients at θ ± cδv with c = power/(power + 1)."""
+        reach = self.delta * power / (power + 1)
+        shift = [reach * r * u for r, u in zip(spheres.radii(), units, strict=True)]
+        results = []
+        for stage, move in (("plus", torch._foreach_add), ("minus", torch._foreach_sub)):
+            put(parameters, move(spheres.parameters, shift))
+            yield name or stage
+            results.append(
+                [torch.zeros_like(q) if q.grad is None else q.grad.clone() for q in parameters]
+            )
+        return results[0], results[1]
+
+    def _ascend(self, spheres: _Spheres, units: Vector, gradient: Vector, both: Vector) -> Vector:
+        """One step up ∇_u S^p = (p/(p+1)) s^{p−1} ‖θ_i‖ [∇L(θ+cδv) + ∇L(θ−cδv)] (eq. 16)."""
+        radii = spheres.radii()
+        s = _slope(gradient, radii, units)
+        rate = self.ascent_rate * self.p / (self.p + 1) * s ** (self.p - 1)
+        uphill = [rate.to(r.device) * r * t for r, t in zip(radii, both, strict=True)]
+        return spheres.units(torch._foreach_add(units, spheres.tangent(uphill, units)))
+
+    def _term(
+        self, spheres: _Spheres, units: Vector, gradient: Vector, difference: Vector
+    ) -> Vector:
+        """∇S^p with the unit directions held fixed."""
+        radii = spheres.radii()
+        factor = _slope(gradient, radii, units) ** (self.p - 1)
+        result = []
+        for theta, r, u, g, d, f in zip(
+            spheres.parameters, radii, units, gradient, difference, spheres.filters, strict=True
+        ):
+            term = d / self.delta
+            if f is not None:
+                radial = 2 * self.p / (self.p + 1) * _along(f, g * u)
+                term += radial * theta / _at_least_tiny(r)
+            result.append(factor.to(term) * term)
+        return result
+
+    def _clip(self, term: Vector) -> None:
+        if self.clip is not None:
+            norm = total_norm(term)
+            factor = (self.clip / _at_least_tiny(norm)).clamp_max(1.0)
+            for t in term:
+                t.mul_(factor.to(t.device))
+
+    def _by_parameter(self, parameters: Sequence[Tensor]) -> list[Filters | None]:
+        found = self._found()
+        if found is None:
+            raise ModelError(
+                "BNSharpnessSGD has not seen a forward pass of its model with gradients on. Run "
+                "the model that was given, or name its layers with filters=[…]."
+            )
+        by_id = {id(f.parameter): f for f in found}
+        return [by_id.get(id(q)) for q in parameters]
+
+    def __repr__(self) -> str:
+        found = self.filters
+        listed = (
+            "not seen yet" if found is None else ", ".join(f"{n}: {k}" for n, k in found.items())
+        )
+        return f"{super().__repr__()}\nfilters that feed BatchNorm: {listed or 'none'}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._found()
+        names = ("delta", "p", "ascent_steps", "ascent_rate", "growth", "clip", "model", "_named")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._search = self._look() if self._named is None else None
+
+
+def _slope(gradient: Vector, radii: Vector, units: Vector) -> Tensor:
+    """s = ⟨g, v⟩."""
+    parts = [(g * r * u).sum() for g, r, u in zip(gradient, radii, units, strict=True)]
+    return together(parts).sum()
