@@ -54,10 +54,13 @@ class Form:
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         """Σ ⟨left, (X Xᵀ) right S⟩ over directions, samples and groups, each (D, n, g, T, o)."""
         positions, width = self.inputs.shape[2:]
+        # einsum rather than @, which would copy S for every direction and sample.
         if positions <= width:
+            bent = torch.einsum("dngto,gop->dngtp", right, self.metric)
             gram = self.inputs @ self.inputs.mT
-            return (left * (gram @ (right @ self.metric))).sum()
-        return (left.mT @ self.inputs).mul(self.metric @ (right.mT @ self.inputs)).sum()
+            return (left * (bent * gram if positions == 1 else gram @ bent)).sum()
+        bent = torch.einsum("gop,dngpq->dngoq", self.metric, right.mT @ self.inputs)
+        return ((left.mT @ self.inputs) * bent).sum()
 
     def directions(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (u, ũ) with Σ ⟨ũ, H u⟩ = ⟨H, (X Xᵀ) ⊗ S⟩, stacked to (D, n, g, T, o).
@@ -100,8 +103,8 @@ class Form:
             return (bits * 2 - 1).to(self.inputs)
 
         over_inputs = self.inputs @ signs(width).unsqueeze(-1)
-        over_outputs = self.columns @ signs(self.columns.shape[2]).unsqueeze(-1)
-        return over_inputs * over_outputs.mT
+        mixed = torch.einsum("goc,dngc->dngo", self.columns, signs(self.columns.shape[2]))
+        return over_inputs * mixed.unsqueeze(-2)
 
 
 def pull(outputs: Tensor, edges: list[GradientEdge], vectors: Tensor) -> list[Tensor | None]:
@@ -135,9 +138,10 @@ def closed_form(
     p = loss.class_last(outputs, targets)[0].softmax(-1)
     w = site.matrix()[0]
     if len(w) <= max(1024, w.shape[1]):
-        metric = w.square().sum() * torch.eye(len(w)).to(w) if simplified else w @ w.T
+        eye = torch.eye(len(w), dtype=w.dtype, device=w.device)
+        metric = w.square().sum() * eye if simplified else w @ w.T
         square = metric.diagonal()
-        distance = (square[:, None] + square - 2 * metric).fill_diagonal_(0.0)
+        distance = square[:, None] + square - 2 * metric  # exactly 0 on the diagonal
         spread = ((p @ distance) * p).sum(-1) / 2
     elif simplified:
         spread = w.square().sum() * (p * (1 - p)).sum(-1)
@@ -179,7 +183,7 @@ def joint(call: Callable[[Tensor], Tensor], outputs: Tensor, deltas: Tensor, for
     hessian = _output_hessian(call, outputs, eye.reshape(size, *outputs.shape)).flatten(1)
     gradients = (deltas.mT @ form.inputs).movedim(0, 1).flatten(0, 1)  # (n·M, g, o, q)
     mixed = torch.einsum("ab,bgoq->agoq", hessian, gradients)
-    return (mixed * (form.metric @ gradients)).sum()
+    return (mixed * torch.einsum("gop,agpq->agoq", form.metric, gradients)).sum()
 
 
 def _output_hessian(call: Callable[[Tensor], Tensor], outputs: Tensor, vectors: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, final
@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from saltflat.curvature.factors import Additivity, NotAdditive, classify
 from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import LossError, ModelError
-from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, LossLike, divisor
+from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch
 from saltflat.training.capture import Call
 from saltflat.training.flatness import Form, closed_form, joint, pull, units, weigh
@@ -55,13 +55,21 @@ class Step:
     """One forward pass with its targets."""
 
     def __init__(
-        self, outputs: Tensor, targets: Any, loss: LossLike | Loss, generator: torch.Generator
+        self,
+        outputs: Tensor,
+        targets: Any,
+        loss: Loss | Callable[..., Tensor],
+        generator: torch.Generator,
+        *,
+        check: bool,
     ) -> None:
         self.edge = get_gradient_edge(outputs) if outputs.requires_grad else None
         # Half precision is for the network; what follows is done in float32.
         self.outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         self.targets, self.generator = targets, generator
         self.samples = len(outputs)
+        if check and isinstance(loss, Loss):
+            loss.check(self.outputs.detach(), targets, "this batch")
         self.loss = _settle(loss, self.outputs.detach(), targets)
         self.switch = Switch()
 
@@ -101,9 +109,14 @@ class Step:
         value = value / self._divisor()
         return Penalty(value, torch.zeros_like(value), "closed form")
 
-    def _divisor(self) -> float:
-        assert isinstance(self.loss, Loss)
-        return divisor(self.loss, self.loss.normaliser(self.outputs.detach(), self.targets))
+    def _divisor(self) -> float | Tensor:
+        loss, targets = self.loss, self.targets
+        assert isinstance(loss, Loss)
+        if isinstance(loss, CrossEntropy) and _counts(loss, targets):
+            # A tensor, so that a GPU is not waited for; NaN, as from PyTorch, if it is 0.
+            count: Tensor = (targets != loss.ignore_index).sum()
+            return count
+        return divisor(loss, loss.normaliser(self.outputs.detach(), targets))
 
     def _risk(self, outputs: Tensor) -> Tensor:
         if isinstance(self.loss, JointLoss):
@@ -254,12 +267,10 @@ class Step:
         return result
 
 
-def _settle(loss: LossLike | Loss, outputs: Tensor, targets: Any) -> Loss | JointLoss:
+def _settle(loss: Loss | Callable[..., Tensor], outputs: Tensor, targets: Any) -> Loss | JointLoss:
     """The loss as a sum over samples, if it is one on this batch."""
     if isinstance(loss, Loss):
-        loss.check(outputs, targets, "this batch")
         return loss
-    assert callable(loss)
     batch = Batch(None, targets, len(outputs), "this batch")
     found = classify(loss, outputs, batch)
     if not isinstance(found, CustomLoss):
@@ -269,6 +280,11 @@ def _settle(loss: LossLike | Loss, outputs: Tensor, targets: Any) -> Loss | Join
     except NotAdditive:
         return JointLoss(loss)
     return found
+
+
+def _counts(loss: CrossEntropy, targets: Tensor) -> bool:
+    """Whether the loss divides by the number of targets that are not ignored."""
+    return loss.mean and loss.weight is None and not targets.is_floating_point()
 
 
 def _warn_if_many(count: int, what: str) -> None:
