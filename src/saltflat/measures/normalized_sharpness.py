@@ -20,11 +20,11 @@ from saltflat.measures.base import Context, Layer, Measure, Need
 class NormalizedSharpness(Measure):
     """Σ_d min_{σ,σ'} Σ_ij h_ij (σ_i σ'_j)² + W_ij² / (2λ (σ_i σ'_j)²).
 
-    Tsuzuku et al. 2020, eq. 17. h is the exact diagonal of the Hessian of the report's loss; the paper takes the normalized
-    cross-entropy of its eqs. 20–22 (`loss="normalized_cross_entropy"`). The minimum is found
-    exactly by alternating minimisation with a duality gap. Convolutions share σ over kernel
-    positions. Where h summed over the kernel is negative it counts as zero; `details["clipped"]`
-    is the share of |h| that this concerns.
+    Tsuzuku et al. 2020, eq. 17. h is the exact diagonal of the Hessian of the report's loss; the
+    paper takes the normalized cross-entropy of its eqs. 20–22 (`loss="normalized_cross_entropy"`).
+    The minimum is found exactly by alternating minimisation with a duality gap. Convolutions share
+    σ over kernel positions. Where h summed over the kernel is negative it counts as zero;
+    `details["clipped"]` is the share of |h| that this concerns.
     """
 
     lam: float = 0.5
