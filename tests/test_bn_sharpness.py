@@ -48,7 +48,9 @@ class Shapes(nn.Module):
         self.halved, self.bn6 = nn.Linear(4, 4), nn.BatchNorm1d(2)  # half of the units only
         self.late, self.bn7 = nn.Linear(4, 3), nn.BatchNorm1d(3)  # behind a ReLU
         self.weighed, self.bn8 = nn.Linear(3, 3), nn.BatchNorm1d(3)  # its weight is used again
-        self.fc = nn.Linear(3, 2)
+        # a channel each in one, two units a channel in the other
+        self.both, self.bn9, self.bn10 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(2)
+        self.fc = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(self.straight(x)).relu()
@@ -62,7 +64,22 @@ class Shapes(nn.Module):
         x = torch.cat([self.bn6(a), b], 1)
         x = self.bn7(self.late(x).relu())
         x = self.bn8(self.weighed(x)) + self.weighed.weight.mean()
+        z = self.both(x)
+        x = self.bn9(z) + self.bn10(z.view(-1, 2, 2)).flatten(1)
         return self.fc(x)
+
+
+class Returned(nn.Module):
+    """What feeds BatchNorm is also what the model returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.seen = nn.Linear(4, 2), nn.BatchNorm1d(2), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.fc(x)
+        self.seen = self.bn(z)
+        return z
 
 
 def images() -> Data:
@@ -83,10 +100,13 @@ SHAPES = [
     ),
     (Convolutions, images(), {"grouped": [0, 1, 2, 3], "up": [0, 1, 2, 3, 4, 5]}),
     (lambda: nn.Sequential(nn.Linear(4, 2)), points(features=4), {}),
+    (Returned, points(features=4), {}),
 ]
 
 
-@pytest.mark.parametrize(("make", "data", "expected"), SHAPES, ids=["linear", "conv", "none"])
+@pytest.mark.parametrize(
+    ("make", "data", "expected"), SHAPES, ids=["linear", "conv", "none", "returned"]
+)
 def test_units_that_feed_batchnorm(
     make: Callable[[], nn.Module], data: Data, expected: dict[str, list[int]]
 ) -> None:

@@ -87,8 +87,8 @@ def test_small_memory_does_not_change_the_value() -> None:
 
 
 def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = seeded(tiny), points()
-    with context_of(model, data) as context:
+    model, (x, y) = seeded(tiny), points()
+    with context_of(model, [(x[:3], y[:3]), (x[3:], y[3:])]) as context:
         landscape = Landscape(context.risk, ["0.weight"])
         landscape.chunk = 12
         expected = landscape.gradient()
