@@ -1,0 +1,1 @@
+"""`python -m saltflat.demo`: the main jobs on data that come with scikit-learn."""
