@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -15,10 +16,8 @@ from torch.optim import Optimizer
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.training.bn_filters import Filters, FilterSearch, named_filters
 from saltflat.training.checks import check_number
-from saltflat.training.vectors import put, together, total_norm
+from saltflat.training.vectors import Vector, copies, put, scale, together, total_norm
 from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
-
-Vector = list[Tensor] | tuple[Tensor, ...]
 
 
 @final
@@ -41,7 +40,9 @@ class _Spheres:
             for t, f in zip(vector, self.filters, strict=True)
         ]
 
+    @cached_property
     def radii(self) -> Vector:
+        """‖θ_i‖, or 1 for the rest."""
         return [
             f.norms(p) if f else torch.ones((), dtype=p.dtype, device=p.device)
             for p, f in zip(self.parameters, self.filters, strict=True)
@@ -188,8 +189,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
     def _passes(self) -> Walk:
         found = self._with_gradients()
         parameters = [q for q, _, _ in found]
-        gradient = [g.clone() for _, g, _ in found]
-        kept = [q.clone() for q in parameters]
+        gradient, kept = copies([g for _, g, _ in found]), copies(parameters)
         spheres = _Spheres(kept, self._by_parameter(parameters))
         units = spheres.units(gradient)
         try:
@@ -211,25 +211,28 @@ class BNSharpnessSGD(PerturbedOptimizer):
         self,
         spheres: _Spheres,
         units: Vector,
-        parameters: Sequence[Tensor],
+        parameters: list[Tensor],
         power: int,
         name: str | None = None,
     ) -> Generator[str, None, tuple[Vector, Vector]]:
         """The gradients at θ ± cδv with c = power/(power + 1)."""
         reach = self.delta * power / (power + 1)
-        shift = [reach * r * u for r, u in zip(spheres.radii(), units, strict=True)]
+        shift = torch._foreach_mul(
+            [r * u for r, u in zip(spheres.radii, units, strict=True)], reach
+        )
         results = []
         for stage, move in (("plus", torch._foreach_add), ("minus", torch._foreach_sub)):
             put(parameters, move(spheres.parameters, shift))
             yield name or stage
+            # Copies: under DistributedDataParallel gradients may be views of one buffer.
             results.append(
-                [torch.zeros_like(q) if q.grad is None else q.grad.clone() for q in parameters]
+                copies([torch.zeros_like(q) if q.grad is None else q.grad for q in parameters])
             )
         return results[0], results[1]
 
     def _ascend(self, spheres: _Spheres, units: Vector, gradient: Vector, both: Vector) -> Vector:
         """One step up ∇_u S^p = (p/(p+1)) s^{p−1} ‖θ_i‖ [∇L(θ+cδv) + ∇L(θ−cδv)] (eq. 16)."""
-        radii = spheres.radii()
+        radii = spheres.radii
         s = _slope(gradient, radii, units)
         rate = self.ascent_rate * self.p / (self.p + 1) * s ** (self.p - 1)
         uphill = [rate.to(r.device) * r * t for r, t in zip(radii, both, strict=True)]
@@ -239,7 +242,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
         self, spheres: _Spheres, units: Vector, gradient: Vector, difference: Vector
     ) -> Vector:
         """∇S^p with the unit directions held fixed."""
-        radii = spheres.radii()
+        radii = spheres.radii
         factor = _slope(gradient, radii, units) ** (self.p - 1)
         result = []
         for theta, r, u, g, d, f in zip(
@@ -256,8 +259,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
         if self.clip is not None:
             norm = total_norm(term)
             factor = (self.clip / _at_least_tiny(norm)).clamp_max(1.0)
-            for t in term:
-                t.mul_(factor.to(t.device))
+            scale(term, factor)
 
     def _by_parameter(self, parameters: Sequence[Tensor]) -> list[Filters | None]:
         found = self._found()

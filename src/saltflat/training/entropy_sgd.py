@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from saltflat.errors import InvalidValue
 from saltflat.training.checks import check_number
 from saltflat.training.perturb import FrozenStatistics
+from saltflat.training.vectors import copies, put
 
 
 @final
@@ -111,47 +112,64 @@ class EntropySGD(Optimizer):
         last = inner >= self.steps
         generators: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._langevin(p, p.grad, group, generators)
-                if last and "center" in self.state[p]:
-                    self._descend(p, group)
+            moved = [p for p in group["params"] if p.grad is not None]
+            new = [p for p in moved if "center" not in self.state[p]]
+            known = [p for p in moved if "center" in self.state[p]]
+            if new:
+                self._set_out(new, group)
+            if known:
+                self._pull(known, group)
+            if moved:
+                self._move(moved, group, generators)
+            if last:
+                self._descend([p for p in group["params"] if "center" in self.state[p]], group)
         for group in self.param_groups:
             group["inner"] = 0 if last else inner
             group["round"] += int(last)
         torch.clear_autocast_cache()  # it holds the weights from before they moved
         self._watch()
 
-    def _langevin(
+    def _set_out(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """The first inner step of a round. x' is kept as the pull (x − x')/η'."""
+        gradients = _gradients(parameters, group)
+        self._store("center", parameters, copies(parameters))
+        self._store("pull", parameters, copies(gradients))
+        if group["inner_momentum"] != 0:
+            self._store("inner_buffer", parameters, copies(gradients))
+
+    def _pull(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """A later inner step: pull ← (1 − η' γ) pull + ∇L(x')."""
+        gradients, pulls = _gradients(parameters, group), self._load("pull", parameters)
+        if group["inner_momentum"] != 0:
+            buffers = self._load("inner_buffer", parameters)
+            torch._foreach_mul_(buffers, group["inner_momentum"])
+            torch._foreach_add_(buffers, gradients)
+            gradients = buffers
+        gamma = group["gamma"] * (1 + group["scoping"]) ** group["round"]
+        torch._foreach_mul_(pulls, 1 - group["inner_lr"] * gamma)
+        torch._foreach_add_(pulls, gradients)
+
+    def _move(
         self,
-        p: Tensor,
-        gradient: Tensor,
+        parameters: list[Tensor],
         group: dict[str, Any],
         generators: dict[torch.device, torch.Generator],
     ) -> None:
-        """Move x', kept as the pull (x − x')/η', and add it to the average (x − μ)/(α η')."""
-        state, inner_lr = self.state[p], group["inner_lr"]
-        if group["weight_decay"] != 0:
-            gradient = gradient.add(p, alpha=group["weight_decay"])
-        first = "center" not in state
-        if first:
-            state["center"], state["pull"] = p.clone(), gradient.clone()
-        if group["inner_momentum"] != 0:
-            if first:
-                state["inner_buffer"] = gradient.clone()
-            else:
-                gradient = state["inner_buffer"].mul_(group["inner_momentum"]).add_(gradient)
-        pull = state["pull"]
-        if not first:
-            gamma = group["gamma"] * (1 + group["scoping"]) ** group["round"]
-            pull.mul_(1 - inner_lr * gamma).add_(gradient)
+        """Add the noise, go to x' = x − η' pull, and average: (x − μ)/(α η') is kept."""
+        pulls = self._load("pull", parameters)
         if group["noise"] != 0:
-            pull.add_(self._noise(p, group, generators), alpha=group["noise"] / sqrt(inner_lr))
-        if first:
-            state["average"] = pull.clone()
-        else:
-            state["average"].mul_(1 - group["averaging"]).add_(pull)
-        torch.add(state["center"], pull, alpha=-inner_lr, out=p.data)
+            draws = [self._noise(p, group, generators) for p in parameters]
+            torch._foreach_add_(pulls, draws, alpha=group["noise"] / sqrt(group["inner_lr"]))
+        new = [p for p in parameters if "average" not in self.state[p]]
+        known = [p for p in parameters if "average" in self.state[p]]
+        if new:
+            self._store("average", new, copies(self._load("pull", new)))
+        if known:
+            averages = self._load("average", known)
+            torch._foreach_mul_(averages, 1 - group["averaging"])
+            torch._foreach_add_(averages, self._load("pull", known))
+        centers = self._load("center", parameters)
+        put(parameters, torch._foreach_add(centers, pulls, alpha=-group["inner_lr"]))
 
     def _noise(
         self, p: Tensor, group: dict[str, Any], generators: dict[torch.device, torch.Generator]
@@ -163,23 +181,39 @@ class EntropySGD(Optimizer):
             generators[p.device] = torch.Generator(p.device).manual_seed(seed)
         return torch.randn(p.shape, generator=generators[p.device], dtype=p.dtype, device=p.device)
 
-    def _descend(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _descend(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """The outer step: torch.optim.SGD's, from the center, with the average as gradient."""
-        state = self.state[p]
-        p.copy_(state.pop("center"))
-        del state["pull"]
-        state.pop("inner_buffer", None)
-        gradient = state.pop("average")
+        if not parameters:
+            return
+        put(parameters, self._load("center", parameters))
+        gradients = self._load("average", parameters)
+        for p in parameters:
+            for name in ("center", "pull", "average", "inner_buffer"):
+                self.state[p].pop(name, None)
         if group["momentum"] != 0:
-            buffer = state.get("momentum_buffer")
+            gradients = self._momentum(parameters, gradients, group)
+        torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))
+
+    def _momentum(
+        self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> list[Tensor]:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            buffer = self.state[p].get("momentum_buffer")
             if buffer is None:
-                buffer = state["momentum_buffer"] = gradient.clone()
+                self.state[p]["momentum_buffer"] = gradient.clone()
             else:
                 buffer.mul_(group["momentum"]).add_(gradient)
-            gradient = (
-                gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-            )
-        p.add_(gradient, alpha=-float(group["lr"]))
+        buffers = self._load("momentum_buffer", parameters)
+        if not group["nesterov"]:
+            return buffers
+        return list(torch._foreach_add(gradients, buffers, alpha=group["momentum"]))
+
+    def _store(self, name: str, parameters: list[Tensor], values: list[Tensor]) -> None:
+        for p, value in zip(parameters, values, strict=True):
+            self.state[p][name] = value
+
+    def _load(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        return [self.state[p][name] for p in parameters]
 
     def _watch(self) -> None:
         """Freeze the running statistics while the weights are not at the center."""
@@ -206,3 +240,11 @@ class EntropySGD(Optimizer):
     def _adopt_watch(self) -> None:
         self._frozen = FrozenStatistics(self)
         weakref.finalize(self, self._frozen.close)
+
+
+def _gradients(parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Those of the loss with its weight decay."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if group["weight_decay"] == 0:
+        return gradients
+    return list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from saltflat.session import RandomState
+from saltflat.training.vectors import copies
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -86,7 +87,10 @@ class FrozenStatistics:
                     buffer = module._buffers.get(name)
                     if buffer is not None:
                         self._lent.append((module, name, buffer))
-                        module._buffers[name] = buffer.clone()
+        if self._lent:
+            instead = copies([buffer for _, _, buffer in self._lent])
+            for (module, name, _), copy in zip(self._lent, instead, strict=True):
+                module._buffers[name] = copy
 
     def _give_back(self) -> None:
         for module, name, buffer in self._lent:

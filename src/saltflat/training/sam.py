@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from saltflat.errors import InvalidValue
 from saltflat.training.checks import check_number
-from saltflat.training.vectors import put, total_norm
+from saltflat.training.vectors import copies, put, scale, total_norm
 from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
 
 
@@ -133,7 +133,7 @@ class SAM(PerturbedOptimizer):
     def _passes(self) -> Walk:
         found = self._with_gradients()
         parameters = [p for p, _, _ in found]
-        kept = [p.clone() for p in parameters]
+        kept = copies(parameters)
         try:
             torch._foreach_add_(parameters, self._ascent(found))
             yield "ascent"
@@ -146,15 +146,15 @@ class SAM(PerturbedOptimizer):
         After an overflow it is NaN, so are the gradients there, and a GradScaler skips the step.
         """
         scales = [self._scale(p, group) for p, _, group in found]
-        steps = [
-            g.clone() if t is None else g * t for (_, g, _), t in zip(found, scales, strict=True)
-        ]
+        steps = copies([g for _, g, _ in found])
+        adaptive = [(step, t) for step, t in zip(steps, scales, strict=True) if t is not None]
+        for step, t in adaptive:
+            step.mul_(t)
         norm = total_norm(steps)
-        inverse = 1.0 / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        for (_, _, group), t, step in zip(found, scales, steps, strict=True):
-            if t is not None:
-                step.mul_(t)
-            step.mul_((self._setting(group, "rho") * inverse).to(step.device))
+        for step, t in adaptive:
+            step.mul_(t)
+        torch._foreach_mul_(steps, [self._setting(group, "rho") for _, _, group in found])
+        scale(steps, 1.0 / norm.clamp_min(torch.finfo(norm.dtype).tiny))
         return steps
 
     def _scale(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:

@@ -7,15 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Vector = list[Tensor] | tuple[Tensor, ...]
+
 
 @torch.no_grad()
-def put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def put(parameters: Vector, values: Vector) -> None:
     """Set the parameters to the values."""
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+    torch._foreach_copy_(parameters, values)
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+@torch.no_grad()
+def copies(tensors: Vector) -> list[Tensor]:
+    """A copy of every tensor, in few kernels."""
+    result = [torch.empty_like(t) for t in tensors]
+    for dtype in {t.dtype for t in tensors}:  # torch is fast for one dtype at a time
+        pairs = [(r, t) for r, t in zip(result, tensors, strict=True) if t.dtype == dtype]
+        torch._foreach_copy_([r for r, _ in pairs], [t for _, t in pairs])
+    return result
+
+
+def scale(tensors: Vector, factor: Tensor) -> None:
+    """Multiply all of them, wherever they are, by a number that is a tensor."""
+    for device in {t.device for t in tensors}:
+        here = [t for t in tensors if t.device == device]
+        torch._foreach_mul_(here, factor.to(device))
+
+
+def total_norm(tensors: Vector) -> Tensor:
     """The Euclidean norm of all entries together, in float32 or wider, on the first device."""
     wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
     norm: Tensor = torch.linalg.vector_norm(together(torch._foreach_norm(wide)))

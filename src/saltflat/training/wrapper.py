@@ -235,10 +235,9 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(factor)
+        every = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if every:
+            torch._foreach_mul_(every, factor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         base = self.__dict__.get("base")
