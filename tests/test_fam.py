@@ -150,6 +150,77 @@ def test_several_positions(name: str) -> None:
         assert penalty(model, x, y, layer) == pytest.approx(want, rel=1e-10), layer
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2]),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    act=st.sampled_from([nn.ReLU, nn.Tanh]),
+    simplified=st.booleans(),
+)
+def test_any_convolution(
+    groups: int,
+    kernel: tuple[int, int],
+    stride: int,
+    padding: int,
+    dilation: int,
+    act: type[nn.Module],
+    simplified: bool,
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 2, kernel, stride, padding, dilation, groups)
+        model = nn.Sequential(conv, act(), nn.Flatten(), nn.LazyLinear(K)).double()
+        x = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+        model(x)
+    y = LABELS[:3]
+    want = kappa(model, x, y, "cross_entropy", "0", simplified=simplified)
+    got = penalty(model, x, y, "0", simplified=simplified)
+    assert got == pytest.approx(want, rel=1e-10, abs=1e-14)
+
+
+def test_soft_targets() -> None:
+    model, x = make("relu")
+    soft = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).double().softmax(1)
+    for layer in ("2", "4"):
+        want = kappa(model, x, soft, F.cross_entropy, layer)
+        assert penalty(model, x, soft, layer) == pytest.approx(want, rel=1e-10)
+
+
+class Doubled(torch.autograd.Function):
+    """2x, with a derivative that looks at its values and so cannot be batched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (2 if gradient.sum().item() < 1e9 else 0)
+
+
+def test_derivatives_that_cannot_be_batched() -> None:
+    class Twice(nn.Module):
+        def __init__(self, batched: bool) -> None:
+            super().__init__()
+            self.batched, self.inner = batched, make("smooth")[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x)
+            return out * 2 if self.batched else Doubled.apply(out)
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(Doubled.apply(o), y)
+
+    x = make("smooth")[1]
+    want = kappa(Twice(True), x, LABELS, lambda o, y: F.cross_entropy(o * 2, y), "inner.0")
+    for batched, used in ((False, lambda o, y: F.cross_entropy(o * 2, y)), (True, loss)):
+        got = penalty(Twice(batched), x, LABELS, "inner.0", loss=used)
+        assert got == pytest.approx(want, rel=1e-10)
+
+
 def test_many_classes_and_confident_samples() -> None:
     """More classes than a matrix of distances should hold, and a softmax that float32 rounds."""
     generator = torch.Generator().manual_seed(0)

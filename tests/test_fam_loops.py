@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense import Dense
-from fam_cases import LABELS, WEIGHTED, K, N, kappa, make, penalty
+from fam_cases import LABELS, WEIGHTED, K, N, batch_dice, kappa, make, penalty
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -54,6 +54,30 @@ def test_gradient_accumulation() -> None:
             want = want + F.cross_entropy(o, LABELS[part]) + 0.3 * fam(LABELS[part])
     for p, g in zip(model.parameters(), torch.autograd.grad(want, model.parameters()), strict=True):
         assert torch.allclose(p.grad, g, rtol=1e-10)
+
+
+def test_outputs_with_logits() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make("relu")[0]
+
+        def forward(self, *, inputs: Tensor) -> dict[str, Tensor]:
+            return {"hidden": inputs, "logits": self.inner(inputs)}
+
+    model, x = Named(), make("relu")[1]
+    with FAM(model, "inner.4", 1.0) as fam:
+        model(inputs=x)
+        assert fam(LABELS).item() == pytest.approx(penalty(model.inner, x, LABELS, "4"), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", batch_dice])
+def test_overflow_is_not_an_error(loss: Any) -> None:
+    """A GradScaler finds the NaN in the gradients and skips the step."""
+    model, x = make("smooth")
+    x[0] = torch.inf
+    for layer in ("0", "2", "4"):
+        assert np.isnan(penalty(model, x, LABELS, layer, loss=loss))
 
 
 def test_layers_add_up() -> None:

@@ -166,7 +166,8 @@ class Step:
             for dim in rows_of(layer, call.shape, self.samples):
                 site = self._site(layer, call, dim)
                 foreign = site.split(delta.unsqueeze(0))[0, ~half]
-                if self.samples == 1 or not foreign.any():
+                # NaNs are no evidence; a loop with a GradScaler survives them.
+                if self.samples == 1 or not (foreign.abs() > 0).any():
                     sites[name] = site
                     break
             else:
@@ -271,6 +272,8 @@ def _settle(loss: Loss | Callable[..., Tensor], outputs: Tensor, targets: Any) -
     """The loss as a sum over samples, if it is one on this batch."""
     if isinstance(loss, Loss):
         return loss
+    if not torch.isfinite(outputs).all():
+        return CustomLoss(loss, mean=True)  # the penalty is NaN either way
     batch = Batch(None, targets, len(outputs), "this batch")
     found = classify(loss, outputs, batch)
     if not isinstance(found, CustomLoss):
