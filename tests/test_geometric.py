@@ -15,7 +15,8 @@ from scipy.optimize import linprog, minimize
 
 from saltflat.convex import vanishing as vanishing_module
 from saltflat.convex.geometric import minimise
-from saltflat.convex.newton import Exponents, certify
+from saltflat.convex.newton import certify
+from saltflat.convex.systems import Exponents
 from saltflat.convex.vanishing import vanishing
 from saltflat.errors import InvalidValue, SaltflatError
 
@@ -175,6 +176,21 @@ def test_many_unknowns() -> None:
     peer = minimize(function, start, jac=True, method="L-BFGS-B", options=options)
     assert found.value == pytest.approx(np.exp(peer.fun), rel=1e-9)
     assert found.value < 0.9 * a.sum()
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 8, 9, 30])
+def test_systems_with_many_unknowns(length: int) -> None:
+    """Sparse rows of any length against dense linear algebra; groups may share their pairs."""
+    rng = np.random.default_rng(length)
+    c = np.zeros((900, 310))
+    for row in c:
+        row[rng.choice(310, length, replace=False)] = rng.choice([-2.0, -1.0, 1.0], length)
+    c = np.vstack([c, c[:50] * 3, np.eye(310)])
+    w = 10 ** rng.uniform(-2, 2, len(c))
+    y = rng.standard_normal(310)
+    right = c.T @ (w * (c @ y))
+    found = Exponents(sparse.csr_array(c)).system(w).solve(right, 1e-13)
+    assert np.allclose(found, y, rtol=1e-8, atol=1e-8)
 
 
 def test_dead_units_vanish() -> None:

@@ -34,7 +34,7 @@ from saltflat.convex.pattern import components
 from saltflat.errors import InvalidType, InvalidValue
 
 _EPS = torch.finfo(torch.float64).eps
-_SETTLED = 1e-9  # change of y in a sweep from which the gap is at the level of rounding
+_SETTLED = 1e-7  # change of y in a sweep from which the gap, its square, is like rounding
 _RANGE = 1e100  # entries beyond this, or below its inverse, are brought closer in logarithms
 
 
@@ -102,60 +102,84 @@ def balance(h: Tensor, squares: Tensor) -> Balanced:
     Both are matrices of one shape without negative entries; they are computed with in float64 on
     their device.
     """
-    (h, h_low), (w, w_low) = _checked(h, "h"), _checked(squares, "squares")
+    h, w = _matrix(h, "h"), _matrix(squares, "squares")
     if h.shape != w.shape:
         raise InvalidValue(
             f"h and squares must have one shape. Got {tuple(h.shape)} and {tuple(w.shape)}."
         )
-    vanishing, blocks = 0, torch.zeros(h.shape[1], dtype=torch.int64, device=h.device)
-    if h.numel() and (h_low == 0 or w_low == 0):
-        h, w, vanishing, blocks = _without_vanishing(h, w)
     x, y = h.new_zeros(h.shape[0]), h.new_zeros(h.shape[1])
-    if not h.any():  # every term of one kind is balanced by one of the other
+    blocks, vanishing = torch.zeros_like(y, dtype=torch.int64), 0
+    ranges = _checked_range(h, "h"), _checked_range(w, "squares")
+    if h.numel() and min(ranges)[0] == 0:
+        h, w, blocks, vanishing = _without_vanishing(h, w)
+        ranges = _range_of_sums(h), _range_of_sums(w)
+    if h.numel() == 0 or ranges[0][1] == 0:  # what is left of h is balanced by what is left of w
         return Balanced(0.0, x, y, 0.0, not vanishing, vanishing, 0)
-    h, w, x, y = _in_range(h, w, x, y)
+    if min(ranges)[0] < 1 / _RANGE or max(high for _, high in ranges) > _RANGE:
+        h, w, x, y = _in_range(h, w)
     sums = _Sum(h, w, torch.ones_like(x), torch.ones_like(y), blocks)
     value, gap, sweeps = _minimise(sums)
     x, y = x + sums.a.log(), y + sums.b.log()
     return Balanced(value, x, y, gap, not vanishing, vanishing, sweeps)
 
 
-def _checked(matrix: Tensor, name: str) -> tuple[Tensor, float]:
-    """The matrix in float64 and its least entry."""
+def _matrix(matrix: Tensor, name: str) -> Tensor:
     if not isinstance(matrix, Tensor):
         raise InvalidType(f"{name} must be a tensor. Got {type(matrix).__name__}.")
-    matrix = matrix.detach().to(torch.float64)
     if matrix.ndim != 2:
         raise InvalidValue(
             f"{name} must be a matrix (out, in); sum over kernel positions first. "
             f"Got shape {tuple(matrix.shape)}."
         )
-    if matrix.numel() == 0:
-        return matrix, 0.0
-    low, high = (float(bound) for bound in torch.aminmax(matrix))
+    return matrix.detach().to(torch.float64)
+
+
+def _checked_range(matrix: Tensor, name: str) -> tuple[float, float]:
+    low, high = _range(matrix)
     if not low >= 0 or not high < float("inf"):
         raise InvalidValue(
             f"{name} must be finite and not negative. Got entries from {low:g} to {high:g}; "
             "clip negative curvature at 0 and report how much was clipped."
         )
-    return matrix, low
+    return low, high
 
 
-def _without_vanishing(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, int, Tensor]:
-    """h and w without the terms that can be driven to 0, the number of these, and the blocks."""
-    up, down = h > 0, w > 0
-    rows, columns = components(down, up)
-    joined = rows[:, None] == columns
-    gone = int((up & ~joined).sum() + (down & ~joined).sum())
-    return (h * joined, w * joined, gone, columns) if gone else (h, w, 0, columns)
+def _without_vanishing(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """h and w without the terms that can be driven to 0, the blocks, and how many terms went."""
+    rows, columns = components(w > 0, h > 0)
+    if not (rows.any() or columns.any()):
+        return h, w, columns, 0
+    gone = 0
+    h, w = h.clone(), w.clone()
+    for matrix in (h, w):
+        # Label 0 is usually nearly everything, and within it nothing changes.
+        for part, same in (
+            ((rows > 0,), rows[rows > 0, None] == columns),
+            ((slice(None), columns > 0), rows[:, None] == columns[columns > 0]),
+        ):
+            gone += int(torch.count_nonzero(matrix[part] * ~same))
+            matrix[part] *= same
+    return h, w, columns, gone
 
 
-def _in_range(h: Tensor, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _range(matrix: Tensor) -> tuple[float, float]:
+    """The least and the largest entry; NaN if there is one."""
+    if matrix.numel() == 0:
+        return 0.0, 0.0
+    low, high = torch.aminmax(matrix)
+    return float(low), float(high)
+
+
+def _range_of_sums(matrix: Tensor) -> tuple[float, float]:
+    """The same of the row and column sums that are not 0."""
+    sums = torch.cat([matrix.sum(0), matrix.sum(1)])
+    return _range(sums[sums > 0])
+
+
+def _in_range(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Matrices whose entries cannot overflow in the sweeps, and the x and y that this takes."""
-    bounds = [b for m in (h, w) for b in _positive_range(m)]
-    if min(bounds) > 1 / _RANGE and max(bounds) < _RANGE:
-        return h, w, x, y
     log_h, log_w = h.log(), w.log()
+    x, y = h.new_zeros(h.shape[0]), h.new_zeros(h.shape[1])
     for _ in range(3):
         for dim, v in ((1, x), (0, y)):
             s = x[:, None] + y
@@ -163,13 +187,6 @@ def _in_range(h: Tensor, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tenso
             v += half.nan_to_num(nan=0.0)
     s = x[:, None] + y
     return (log_h + s).exp(), (log_w - s).exp(), x, y
-
-
-def _positive_range(matrix: Tensor) -> tuple[float, float]:
-    low, high = (float(bound) for bound in torch.aminmax(matrix))
-    if low == 0:
-        low = float(matrix.where(matrix > 0, float("inf")).amin())
-    return low, high
 
 
 def _log_ratio(first: Tensor, second: Tensor) -> Tensor:
@@ -187,8 +204,7 @@ def _minimise(sums: _Sum) -> tuple[float, float, int]:
         if change <= _SETTLED or (sweeps > 4 and change > 0.5 * before):
             break
     for _ in range(100):
-        value = float(sum(s.sum() for s in sums.rows()))
-        alpha, beta, gap = _newton(sums, value)
+        value, alpha, beta, gap = _newton(sums)
         if gap <= (1e-13 + rounding) * value:
             break
         size = float(alpha.abs().max() + beta.abs().max())
@@ -200,10 +216,11 @@ def _minimise(sums: _Sum) -> tuple[float, float, int]:
     return value, min(value, gap + rounding * value), sweeps
 
 
-def _newton(sums: _Sum, value: float) -> tuple[Tensor, Tensor, float]:
-    """The Newton step and the gap that it certifies; infinite if the step is too long for that."""
+def _newton(sums: _Sum) -> tuple[float, Tensor, Tensor, float]:
+    """The value, the Newton step and the gap that it certifies, infinite if the step is long."""
     (p, q), (s, t) = sums.rows(), sums.columns()
     rows, columns = p + q, s + t
+    value = float(rows.sum())
     alpha, beta = _solve(sums, rows, columns, q - p, t - s)
     first = q - p - rows * alpha - sums.across(beta)
     second = t - s - columns * beta - sums.down(alpha)
@@ -212,9 +229,9 @@ def _newton(sums: _Sum, value: float) -> tuple[Tensor, Tensor, float]:
     error = float(da.abs().max() + db.abs().max())
     size = float(alpha.abs().max() + beta.abs().max())
     if size > 0.5 or error > 0.25:
-        return alpha, beta, float("inf")
+        return value, alpha, beta, float("inf")
     gap = 2 * float(rows @ alpha**2 + columns @ beta**2)
-    return alpha, beta, gap + 6 * value * error * log(2 * sums.h.numel()) / (1 - 2 * error)
+    return value, alpha, beta, gap + 6 * value * error * log(2 * sums.h.numel()) / (1 - 2 * error)
 
 
 def _solve(

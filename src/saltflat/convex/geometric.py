@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
-from saltflat.convex.newton import Exponents, Floats, certify, descend
+from saltflat.convex.newton import certify, descend
+from saltflat.convex.systems import Exponents, Floats
 from saltflat.convex.vanishing import first_of_each, vanishing
 from saltflat.errors import InvalidValue
 

@@ -25,19 +25,14 @@ the sum are added to the gap.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import sparse
-from scipy.sparse.linalg import cg
 
-Floats = NDArray[np.float64]
+from saltflat.convex.systems import Exponents, Floats
 
-FEW = 300  # unknowns: up to here a dense eigendecomposition is cheaper than conjugate gradients
 _EPS = float(np.finfo(np.float64).eps)
 _CALM = 1e-2  # largest |z| from which one more Newton step squares the error
-_DECREMENT = 1e-18  # relative gap at which another Newton step would only move rounding errors
+_DECREMENT = 1e-14  # λ² whose square, after the step at hand, is below all rounding errors
 _CUTS = (0.0, 1e-26, 1e-24, 1e-22, 1e-20, 1e-18, 1e-16)  # shares that the certificate may leave out
 
 
@@ -56,58 +51,6 @@ class Point:
     steps: int
 
 
-class Exponents:
-    """The matrix C, dense for few unknowns and sparse for many, and systems with Cᵀ W C."""
-
-    def __init__(self, rows: Any) -> None:
-        few = rows.shape[1] <= FEW and rows.shape[0] * rows.shape[1] <= 2e7
-        self.rows = rows.toarray() if few else rows
-        self.columns = rows.T.tocsr()
-        self.unknowns: int = rows.shape[1]
-        self.sizes = abs(rows)
-        self.squares = self.columns.power(2)
-        self.lengths = np.diff(rows.indptr)
-
-    def _gram(self, weights: Floats) -> Any:
-        if isinstance(self.rows, np.ndarray):
-            return self.rows.T @ (self.rows * weights[:, None])
-        data = self.rows.data * np.repeat(weights, self.lengths)
-        weighted = sparse.csr_array((data, self.rows.indices, self.rows.indptr), self.rows.shape)
-        gram = self.columns @ weighted
-        return gram if self.unknowns > FEW else gram.toarray()
-
-    def system(self, weights: Floats) -> System:
-        """Cᵀ W C, scaled to a unit diagonal."""
-        gram, diagonal = self._gram(weights), self.squares @ weights
-        scale = np.where(diagonal > 0, 1 / np.sqrt(np.where(diagonal > 0, diagonal, 1)), 0)
-        if isinstance(gram, np.ndarray):
-            return System(scale[:, None] * gram * scale, scale)
-        gram.data *= scale[gram.indices] * np.repeat(scale, np.diff(gram.indptr))
-        return System(gram, scale)
-
-
-class System:
-    """Solves (Cᵀ W C) y = r; flat directions (C y = 0) get no part of the answer."""
-
-    def __init__(self, gram: Any, scale: Floats) -> None:
-        self.gram, self.scale = gram, scale
-        self.factors: tuple[Floats, Floats] | None = None
-        if isinstance(gram, np.ndarray):
-            values, vectors = np.linalg.eigh(gram)
-            kept = values > 8 * len(scale) * _EPS * values.max(initial=0)
-            self.factors = values[kept], vectors[:, kept]
-
-    def solve(self, right: Floats, accuracy: float) -> Floats:
-        """y; `accuracy` is the relative residual asked of conjugate gradients."""
-        right = self.scale * right
-        if self.factors is not None:
-            values, vectors = self.factors
-            answer = vectors @ ((vectors.T @ right) / values)
-        else:
-            answer, _ = cg(self.gram, right, rtol=accuracy, maxiter=2000)
-        return self.scale * np.asarray(answer)
-
-
 def _start(logs: Floats, c: Exponents) -> Floats:
     """The u for which t is as even as can be (least squares in logarithms), or 0 if it is better.
 
@@ -117,10 +60,7 @@ def _start(logs: Floats, c: Exponents) -> Floats:
     groups = len(logs)
     even = np.full(groups, 1 / groups)
     system = c.system(even)
-    residual, u = logs - logs.mean(), np.zeros(c.unknowns)
-    for _ in range(2):
-        step = system.solve(c.rows.T @ (even * residual), 1e-8)
-        u, residual = u + step / 2, residual - c.rows @ step
+    u = system.solve(c.columns @ (even * (logs - logs.mean())), 1e-2) / 2
     return u if _log_sum(logs - 2 * (c.rows @ u)) <= _log_sum(logs) else np.zeros(c.unknowns)
 
 
@@ -157,7 +97,7 @@ def descend(logs: Floats, c: Exponents, most: int = 200) -> Point:
         steps += 1
         t = logs - 2 * (c.rows @ u)
         w = np.exp(t - _log_sum(t))
-        y = c.system(w).solve(c.rows.T @ w, min(0.1, 0.1 * np.sqrt(decrement)))
+        y = c.system(w).solve(c.columns @ w, min(0.1, 0.1 * np.sqrt(decrement)))
         z = -(c.rows @ y)
         decrement = float(w @ z**2)
         u = u + _length(w, z) * y / 2
@@ -183,11 +123,11 @@ def certify(logs: Floats, c: Exponents, u: Floats, steps: int) -> Point:
 
 def _decrement(w: Floats, c: Exponents) -> float:
     """A bound on λ that allows for the residual of the linear system."""
-    system, residual = c.system(w), c.rows.T @ w
+    system, residual = c.system(w), c.columns @ w
     size, last = 0.0, 0.0
     for _ in range(3):
-        z = c.rows @ system.solve(residual, 1e-9)
+        z = c.rows @ system.solve(residual, 1e-2)
         last = float(np.sqrt(w @ z**2))
         size += last
-        residual = residual - c.rows.T @ (w * z)
+        residual = residual - c.columns @ (w * z)
     return size + last

@@ -20,7 +20,8 @@ from scipy import sparse
 from scipy.optimize import linprog
 from scipy.sparse.csgraph import connected_components
 
-from saltflat.convex.newton import Exponents, Floats, descend
+from saltflat.convex.newton import descend
+from saltflat.convex.systems import Exponents, Floats
 from saltflat.errors import SaltflatError
 
 Flags = NDArray[np.bool_]
