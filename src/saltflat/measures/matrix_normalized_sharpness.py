@@ -34,8 +34,11 @@ class MatrixNormalizedSharpness(Measure):
                 clipped.append(f"{layer.name} ({curvature:.3g})")
             root = sqrt(norm * max(curvature, 0.0))
             by_layer[layer.name] = root
-            # d sqrt(n t) / dt, for the standard error
-            slopes[layer.parameter] = root / (2 * curvature) if curvature > 0 else 0.0
+            # d sqrt(n t) / dt, for the standard error; near 0, where it would be infinite or 0,
+            # the slope one standard error away
+            spread = trace.stderr({layer.parameter: 1.0})
+            near = curvature > -3 * spread
+            slopes[layer.parameter] = sqrt(norm / max(curvature, spread)) / 2 if near else 0.0
         if len(clipped) == len(by_layer):
             raise NotApplicable("The trace of every weight matrix is negative.")
         notes = (f"negative traces counted as zero: {', '.join(clipped)}",) if clipped else ()
