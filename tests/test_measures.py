@@ -584,6 +584,91 @@ def test_liang_with_nothing_to_average() -> None:
         )
 
 
+# Networks that are not piecewise linear: estimates that say how far off they may be
+
+BENT = {
+    "mlp GELU": ("0", {}),
+    "attention": ("attention.in_proj_weight", {"attention.in_proj_weight": papers.plain(12, 4)}),
+}
+
+
+def truth_of(name: str) -> dict[str, float]:
+    layer, others = BENT[name]
+    oracle = BY_NAME[name].dense()
+    layers = papers.layers(oracle, others=others)
+    every = layers.values()
+    return {
+        "hessian_trace": float(oracle.hessian.trace()),
+        "kappa_trace": sum(map(papers.kappa_trace, every)),
+        "rho": sum(float(papers.rho(x, "columns").sum()) for x in every),
+        "relative_flatness": papers.relative_flatness(layers[layer]),
+        "matrix_normalized_sharpness": sum(map(papers.matrix_normalized, every)),
+        "normalized_sharpness": sum(map(papers.normalized, every)),
+    }
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_estimates(name: str) -> None:
+    """Within 4.5 standard errors of the truth, and close enough for that to say something."""
+    case, want = BY_NAME[name], truth_of(name)
+    measures = [*CURVED[:-1], RelativeFlatness(layer=BENT[name][0])]
+    with pytest.warns(UserWarning, match="estimated by Hutchinson"):
+        found = sf.measure(
+            case.model(), case.data(), case.loss, measures, estimator=sf.Hutchinson(probes=50)
+        )
+    assert any("estimated by Hutchinson" in note for note in found.notes)
+    assert list(found) == [*CURVED[:-1], "relative_flatness"]
+    for key, m in found.items():
+        assert not m.exact, key
+        assert m.stderr > 0, key
+        assert abs(m.value - want[key]) < 4.5 * m.stderr, (key, m.value, want[key], m.stderr)
+        assert f"± {m.stderr:.2g}" in str(m)
+    assert found["hessian_trace"].stderr < 0.3 * want["hessian_trace"]
+    exact = sf.measure(case.model(), case.data(), case.loss, CURVED, curvature="ggn")
+    assert all(m.exact for m in exact.values())
+    assert abs(exact["hessian_trace"].value - want["hessian_trace"]) > 0.01
+    assert exact.provenance.curvature == "ggn"
+
+
+def test_sketches() -> None:
+    """Too many directions: sketched, and within 4.5 standard errors."""
+    case = BY_NAME["mlp"]
+    options = {"max_directions": 1, "estimator": sf.Hutchinson(probes=40)}
+    with pytest.warns(UserWarning, match="sketched with 40 draws"):
+        found = sf.measure(case.model(), case.data(), measures=CURVED, **options)
+    for key, m in found.items():
+        want = report(case)[key].value
+        assert not m.exact
+        assert 0 < m.stderr < want
+        assert abs(m.value - want) < 4.5 * m.stderr, key
+
+
+def seeds(names: list[str], probes: int, count: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Values and standard errors of the GELU network for many seeds."""
+    case, found = BY_NAME["mlp GELU"], []
+    for seed in range(count):
+        strategy = sf.Hutchinson(probes=probes, seed=seed)
+        each = sf.measure(case.model(), case.data(), case.loss, names, estimator=strategy)
+        found.append({name: (m.value, m.stderr) for name, m in each.items()})
+    return {name: torch.tensor([f[name] for f in found]).double().T.unbind() for name in names}
+
+
+def test_standard_errors_are_calibrated() -> None:
+    """Over seeds the errors are as large as they are said to be.
+
+    Sharpnesses that are not linear in the Hessian are biased: taking the least over σ lowers the
+    mean, cutting negative entries off raises it. The bias fades as one over the number of probes,
+    the standard error as its root, so that it matters for few probes only.
+    """
+    names = ["hessian_trace", "kappa_trace", "matrix_normalized_sharpness", "normalized_sharpness"]
+    want = truth_of("mlp GELU")
+    for name, (values, errors) in seeds(names, 20, 30).items():
+        z = (values - want[name]) / errors
+        assert 0.6 < float(z.std()) < 1.5, (name, float(z.std()))
+        biased = name == "normalized_sharpness"
+        assert abs(float(z.mean())) < (1.5 if biased else 0.75), (name, float(z.mean()))
+
+
 # Degenerate cases
 
 
