@@ -345,19 +345,23 @@ def log_jacobian(model: nn.Module, example: Any) -> Tensor:
     outputs = answer(model, example).flatten()
     for m in norms:
         del m.forward
-    rows = []
-    for out in outputs:
-        grads = torch.autograd.grad(
-            out, [*parameters, *statistics], retain_graph=True, allow_unused=True
-        )
-        values = [torch.zeros_like(p) if g is None else g * p for g, p in zip(grads, parameters)]
-        for i, m in enumerate(norms):
-            mean, var = grads[len(parameters) + 2 * i : len(parameters) + 2 * i + 2]
-            values.append(mean * m.running_mean + 2 * var * (m.running_var + m.eps))
-        rows.append(torch.cat([v.flatten() for v in values]).detach())
+    grads = torch.autograd.grad(
+        outputs,
+        [*parameters, *statistics],
+        torch.eye(len(outputs), dtype=outputs.dtype),
+        allow_unused=True,
+        is_grads_batched=True,
+    )
+    columns = [
+        torch.zeros(len(outputs), p.numel()) if g is None else (g * p).flatten(1)
+        for g, p in zip(grads, parameters, strict=False)
+    ]
+    for i, m in enumerate(norms):
+        mean, var = grads[len(parameters) + 2 * i : len(parameters) + 2 * i + 2]
+        columns.append(mean * m.running_mean + 2 * var * (m.running_var + m.eps))
     for t in statistics:
         t.requires_grad_(False)
-    return torch.stack(rows)
+    return torch.cat(columns, 1).detach()
 
 
 def brute_force(case: Case, points: int = 4) -> int:
@@ -377,3 +381,78 @@ def brute_force(case: Case, points: int = 4) -> int:
     rest = singular[: len(singular) - null]
     assert float(rest[-1]) > 1e-7 * float(singular[0]), "no gap in the spectrum"
     return null
+
+
+def ready(case: Case, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The network of a case at generic parameters, and an example."""
+    torch.manual_seed(seed)
+    model = case.make()
+    randomise(model, seed)
+    return model, case.draw()
+
+
+class RandomGraph(nn.Module):
+    """A chain of random steps on three features, which may look back at earlier features."""
+
+    STEPS = (
+        "linear", "act", "norm", "batch", "residual", "concat", "gate", "slice", "prelu", "scale",
+        "shared", "maxout", "tanh", "constant", "conv", "outer",
+    )  # fmt: skip
+
+    def __init__(self, steps: list[str]) -> None:
+        super().__init__()
+        self.steps, self.parts = steps, nn.ModuleDict()
+        for i, step in enumerate(steps):
+            self.parts[str(i)] = self.part(step)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def part(self, step: str) -> nn.Module:
+        linear = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3, bias=False)])
+        return {
+            "linear": linear[0],
+            "norm": nn.LayerNorm(3, eps=0.1),
+            "batch": nn.BatchNorm1d(3),
+            "residual": linear,
+            "concat": nn.Linear(6, 3),
+            "gate": linear,
+            "prelu": nn.PReLU(),
+            "scale": nn.Linear(1, 3, bias=False),
+            "shared": linear[0],
+            "maxout": nn.Linear(3, 6),
+            "conv": nn.Conv1d(1, 1, 1),
+            "outer": linear,
+        }.get(step, nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, h = x, self.first(x)
+        for i, step in enumerate(self.steps):
+            before, h = h, self.step(step, self.parts[str(i)], before, h)
+        return self.last(h)
+
+    def step(self, step: str, part: Any, before: Tensor, h: Tensor) -> Tensor:
+        match step:
+            case "act":
+                return F.leaky_relu(h, 0.2)
+            case "residual":
+                return h + part[1](F.leaky_relu(part[0](h), 0.2))
+            case "concat":
+                return part(torch.cat([before, h], 1))
+            case "gate":
+                return part[0](h) * part[1](h)
+            case "slice":
+                return torch.cat([h[:, 1:], h[:, :1]], 1).flip(1)
+            case "scale":
+                return h * part.weight[:, 0]
+            case "shared":
+                return F.leaky_relu(part(h), 0.2) + part(before)
+            case "maxout":
+                return part(h).view(-1, 3, 2).amax(2)
+            case "tanh":
+                return torch.tanh(h)
+            case "constant":
+                return h + torch.tensor([0.0, 0.0, 0.5], dtype=h.dtype)
+            case "conv":
+                return part(h[:, None]).flatten(1)
+            case "outer":
+                return torch.einsum("ni,nj->nij", part[0](h), part[1](h)).sum(2)
+        return part(h)

@@ -2,23 +2,167 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
-from scaling_networks import CASES, Case, brute_force, randomise
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scaling_networks import BY_NAME, CASES, Case, RandomGraph, answer, brute_force, ready
+from torch import Tensor, nn
 
-from saltflat.symmetries import symmetries
-
-
-def ready(case: Case, seed: int = 0) -> tuple[torch.nn.Module, object]:
-    torch.manual_seed(seed)
-    model = case.make()
-    randomise(model, seed)
-    return model, case.draw()
+from saltflat import SaltflatError, zoo
+from saltflat.symmetries import symmetries, verify
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_dimension_is_that_of_brute_force(case: Case) -> None:
+def test_found_is_all_there_is(case: Case) -> None:
+    """As many generators as brute force counts, and each keeps the function."""
     model, example = ready(case)
-    found = len(symmetries(model, example))
-    assert found == brute_force(case)
-    assert case.dimension in (None, found)
+    group = symmetries(model, example)
+    assert len(group) == brute_force(case)
+    assert case.dimension in (None, len(group))
+    before = answer(model, example)
+    for i in range(len(group)):
+        for log in (math.log(1e3), -math.log(1e3)):
+            u = torch.zeros(len(group))
+            u[i] = log
+            moved = group.element(u)(model)
+            after = answer(moved, example)
+            assert float((after - before).abs().max()) <= 1e-10 * float(before.abs().max())
+            assert any(
+                not torch.equal(a, b)
+                for a, b in zip(model.parameters(), moved.parameters(), strict=True)
+            ), "a generator that moves nothing"
+
+
+@pytest.mark.parametrize("name", ["mlp", "vgg_bn", "unet", "llama", "encoder"])
+@pytest.mark.parametrize("kind", [None, "layer"])
+def test_random_elements_keep_the_function(name: str, kind: str | None) -> None:
+    model, example = ready(BY_NAME[name])
+    group = symmetries(model, example)
+    group = group if kind is None else group.only(kind)
+    for seed, spread in ((0, 10.0), (1, 1e3)):
+        assert verify(model, group.random(seed, spread), example, tolerance=1e-10) <= 1e-10
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(RandomGraph.STEPS), min_size=1, max_size=5))
+def test_random_graphs(steps: list[str]) -> None:
+    case = Case("random", lambda: RandomGraph(steps), lambda: torch.randn(30, 3).double())
+    model, example = ready(case)
+    group = symmetries(model, example)
+    assert verify(model, group.random(0, 1e3), example, tolerance=1e-10) <= 1e-10
+    # A chain of linear maps says little at each point.
+    assert len(group) == brute_force(case, points=10)
+
+
+class Then(nn.Module):
+    """Two linear layers with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.between = nn.Linear(3, 4), nn.Linear(4, 2), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.between(self.fc1(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "dimension"),
+    [
+        (F.relu, 4),
+        (F.gelu, 0),
+        (torch.tanh, 0),
+        (F.silu, 0),
+        (F.softplus, 0),
+        (F.elu, 0),
+        (F.relu6, 0),
+        (lambda h: F.softmax(h, 1), 0),
+        (lambda h: h + 0.3, 0),
+        (lambda h: h + torch.tensor([0.0, 0.0, 1.0, 0.0]), 3),
+        (lambda h: h + torch.zeros(4), 4),
+        (lambda h: h.clamp(min=0), 4),
+        (lambda h: h.clamp(min=0.5), 0),
+        (lambda h: h.round(), 0),
+        (lambda h: h.to(torch.int64).float(), 0),
+        (lambda h: torch.where(h > 0.5, h, 0 * h), 0),
+        (lambda h: torch.where(h > 0, h, 0.1 * h), 4),
+        (lambda h: h.masked_fill(torch.tensor([True, False, False, False]), 0.0), 3),
+        (lambda h: h * torch.tensor([1.0, 2.0, -1.0, 3.0]), 4),
+        (lambda h: h.sum(1, keepdim=True).expand(-1, 4), 1),
+        (lambda h: h.max(1, keepdim=True)[0].expand(-1, 4), 1),
+        (lambda h: h.sort(1)[0], 1),
+        (lambda h: h.topk(4)[0], 1),
+        (lambda h: h.roll(1, 1), 4),
+        (lambda h: h + h.flip(1), 2),
+        (lambda h: h.maximum(h.roll(1, 1)), 1),
+        (lambda h: h.view(-1, 2, 2).transpose(1, 2).flatten(1), 4),
+        (lambda h: h.square(), 4),
+        (lambda h: h.abs().sqrt(), 4),
+        (lambda h: h.sign(), 4),
+        (lambda h: h / h.abs().sum(1, keepdim=True), 1),
+        (lambda h: F.layer_norm(h, (4,)), 0),
+        (lambda h: F.normalize(h, dim=1), 0),
+        (lambda h: h / (1 + h.abs()), 0),
+        (lambda h: h * h.sigmoid(), 0),
+        (lambda h: F.dropout(h, training=False), 4),
+        (lambda h: h.index_add(0, torch.tensor([0, 1]), h[:2]), 4),
+        (lambda h: F.threshold(h, 0.0, 0.0), 4),
+        (lambda h: F.threshold(h, 0.1, 0.0), 0),
+        (lambda h: h[:, [0, 0, 1, 1]], 2),
+        (lambda h: torch.cat([h[:, :2], h[:, :2].detach()], 1), 2),
+        (lambda h: h.clone().copy_(h).mul_(2).relu_(), 4),
+    ],
+)
+def test_operations(between: Callable[[Tensor], Tensor], dimension: int) -> None:
+    torch.manual_seed(0)
+    model, example = Then(between), torch.randn(5, 3)
+    group = symmetries(model, example)
+    assert len(group) == dimension
+    if dimension:
+        before = model(example)
+        after = group.random(0, 100.0)(model)(example)
+        assert torch.allclose(before, after, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_generator_is_caught() -> None:
+    model, example = ready(BY_NAME["mlp"])
+    group = symmetries(model, example)
+    right = group.random(0)
+    verify(model, right, example)
+    matrix = group.exponents().matrix.copy()
+    matrix.data[0] *= 1.01
+    wrong = replace(right, exponents=group.exponents().with_matrix(matrix))
+    with pytest.raises(SaltflatError, match="does not keep the function"):
+        verify(model, wrong, example)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "dimension"),
+    [(zoo.lenet5, (1, 28, 28), 226), (zoo.ibayashi_mlp, (784,), 40)],
+)
+def test_zoo(make: Callable[[], nn.Module], size: tuple[int, ...], dimension: int) -> None:
+    assert len(symmetries(make(), torch.randn(2, *size))) == dimension
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "dimension"),
+    [
+        (zoo.resnet18, 7680),
+        (zoo.vgg11, 2 * 2752),
+        (lambda: zoo.vgg11(batch_norm=False), 2752),
+        (zoo.wide_resnet16_4, 3168),
+    ],
+)
+def test_large_networks(make: Callable[[], nn.Module], dimension: int) -> None:
+    torch.manual_seed(0)
+    model, example = make(), torch.randn(2, 3, 32, 32)
+    group = symmetries(model, example)
+    assert len(group) == dimension
+    verify(model, group.random(0, 10.0), example)
+    verify(model, group.only("layer").random(0, 10.0), example)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -37,14 +37,23 @@ class Basis:
     bilinear: Array
     approximate: list[tuple[str, int]]
 
+    def restricted(self, alive: Array) -> Basis:
+        """A basis of what is done to the classes that are True in `alive`."""
+        columns = independent(self.matrix[alive])
+        return replace(
+            self,
+            matrix=self.matrix[:, columns],
+            units=[self.units[c] for c in columns],
+            scales=self.scales[:, columns],
+        )
+
 
 @final
 class Assembly:
     """The variables of a propagation as a sparse linear system."""
 
-    def __init__(self, found: Propagation, dead: set[str]) -> None:
+    def __init__(self, found: Propagation) -> None:
         self.found, self.scales = found, found.scales
-        self.live = [n for n in found.parameters if n not in dead]
         terms, factors = self.scales.definitions()
         terms = self.scales.find(terms)
         relations = [(self.scales.find(ids), f) for ids, f in self.scales.relations]
@@ -110,23 +119,18 @@ class Assembly:
         return self._combination(ids[:, None], torch.ones(len(ids), 1, dtype=torch.float64))
 
     def solve(self) -> Basis:
+        """All solutions, with the columns as they come: some may do nothing, or the same."""
         classes, members = self._classes()
         soft = [self.rows(i) for _, i in self.soft]
         solution = null_space(vstack([self.equations, *soft]).tocsr())
-        exponents = self.rows(members) @ solution
-        used = np.zeros(len(members), bool)
-        for name in self.live:
-            used[classes[name].numpy()] = True
-        columns = independent(exponents[used])
-        solution, exponents = solution[:, columns], exponents[:, columns]
         found = self.found
         return Basis(
             classes={n: classes[n] for n in found.parameters},
             means={n: classes[n] for n in found.means},
             deviations={n: classes[n] for n in found.deviations},
-            matrix=exponents.tocsr(),
+            matrix=(self.rows(members) @ solution).tocsr(),
             units=[self._unit(v) for v in _first_rows(solution)],
-            scales=solution.tocsr(),
+            scales=solution,
             places=self.places,
             bilinear=self._bilinear(),
             approximate=self._approximate(soft),

@@ -1,11 +1,14 @@
-"""Parameters that a function does not depend on."""
+"""Which entries of which parameters a function depends on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
 
+import numpy as np
 import torch
+from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -13,78 +16,111 @@ from saltflat.session import RandomState, lend
 from saltflat.symmetries.rescale import duplicate
 from saltflat.symmetries.verify import Widen, run, widened
 
-#: relative to the most influential parameter; rounding in float64 leaves about 1e-16
-NOTHING = 1e-10
+#: relative to the largest derivative; rounding in float64 leaves about 1e-16
+NOTHING = 1e-13
+#: random points at which a unit must be without effect; one is inactive there by chance, not at all
+POINTS = 12
+
+Array = np.ndarray[Any, Any]
 
 
-def without_influence(
-    model: nn.Module, example: Any, output: Callable[[Any], Any], names: Iterable[str]
-) -> set[str]:
-    """Parameters that change nothing, whatever they are, at two random points.
+@dataclass(frozen=True)
+class Liveness:
+    """`classes` marks the classes that hold an entry with an effect; `idle` names parameters."""
 
-    The bias of attention's keys is one: it adds the same number to all scores of a query, which
-    the softmax ignores. A derivative of zero makes a suspect (what runs under `no_grad` is one,
-    too); other values of the parameter decide.
+    classes: Array
+    idle: set[str]
+
+
+def liveness(
+    model: nn.Module,
+    example: Any,
+    output: Callable[[Any], Any],
+    classes: Mapping[str, Tensor],
+    matrix: csr_matrix,
+) -> Liveness:
+    """Look at derivatives at random points until every column of `matrix` has shown an effect.
+
+    Features that are sliced away have none, nor has the bias of attention's keys: it adds the same
+    number to all scores of a query, which the softmax ignores.
     """
-    suspects = set(names)
+    alive, seen = np.zeros(matrix.shape[0], bool), set[str]()
     copied = duplicate(model)
+    start = {n: p.detach().double() for n, p in copied.named_parameters() if n in classes}
     state = RandomState(None, next(copied.parameters()).device)
     try:
-        with lend(copied, {id(p) for p in copied.parameters()}, torch.float64), Widen():  # type: ignore[no-untyped-call]
-            for seed in range(2):
-                if suspects:
-                    suspects &= _Point(copied, example, output, seed).idle(suspects)
+        everything = {id(p) for p in copied.parameters()}
+        with lend(copied, everything, torch.float64), Widen():  # type: ignore[no-untyped-call]
+            point = _Point(copied, widened(example), output, start)
+            for seed in range(POINTS):
+                for name, mask in point.effects(seed).items():
+                    if bool(mask.any()):
+                        seen.add(name)
+                        alive[classes[name][mask].numpy()] = True
+                columns = np.asarray(abs(matrix[alive]).sum(0)).ravel() > 0
+                if columns.all() and len(seen) == len(classes):
+                    break
+            # What runs without gradients has an effect all the same.
+            for name in set(classes) - seen:
+                if point.matters(name):
+                    seen.add(name)
+                    alive[classes[name].numpy()] = True
     finally:
         state.restore()
-    return suspects
+    return Liveness(alive, set(classes) - seen)
 
 
+@final
 class _Point:
-    """A copy of the model with randomly moved parameters."""
+    """A copy of the model whose parameters are drawn anew, with the size that they had."""
 
     def __init__(
-        self, model: nn.Module, example: Any, output: Callable[[Any], Any], seed: int
+        self,
+        model: nn.Module,
+        example: Any,
+        output: Callable[[Any], Any],
+        start: dict[str, Tensor],
     ) -> None:
-        self.model, self.example, self.output = model, widened(example), output
-        self.generator = torch.Generator().manual_seed(seed)
-        self.parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
-        for p in self.parameters.values():
-            self._move(p)
+        self.model, self.example, self.output, self.start = model, example, output, start
+        self.parameters = {n: p for n, p in model.named_parameters() if n in start}
+        self.generator = torch.Generator()
+
+    def _draw(self, name: str) -> None:
+        size = float(self.start[name].abs().mean()) or 0.1
+        with torch.no_grad():
+            self.parameters[name].copy_(size * self._noise(self.parameters[name]))
 
     def _noise(self, like: Tensor) -> Tensor:
         drawn = torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
         return drawn.to(like.device)
 
-    def _move(self, p: Tensor) -> None:
-        with torch.no_grad():
-            size = float(p.abs().mean()) if p.numel() else 0.0
-            p.add_((size or 1.0) * 0.5 * self._noise(p))
-
     def _answers(self) -> list[Tensor]:
         raw = self.output(run(self.model, self.example))
         return [t for t in tree_leaves(raw) if isinstance(t, Tensor) and t.is_floating_point()]
 
-    def idle(self, names: set[str]) -> set[str]:
-        answers = self._answers()
-        flowing = [t for t in answers if t.requires_grad]
-        chosen = list(self.parameters.values())
-        total = sum(((t * self._noise(t)).sum() for t in flowing), torch.zeros(()))
-        grads = torch.autograd.grad(total, chosen, allow_unused=True) if flowing else [None]
-        size = {
-            n: 0.0 if g is None or g.numel() == 0 else float(g.abs().max())
-            for n, g in zip(self.parameters, [*grads, *[None] * len(chosen)], strict=False)
+    def effects(self, seed: int) -> dict[str, Tensor]:
+        """Where the derivative of a random combination of the outputs does not vanish."""
+        self.generator.manual_seed(seed)
+        for name in self.parameters:
+            self._draw(name)
+        flowing = [t for t in self._answers() if t.requires_grad]
+        if not flowing:
+            return {}
+        total = torch.stack([(t * self._noise(t)).sum() for t in flowing]).sum()
+        grads = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+        sizes = {
+            n: g.abs().cpu() for n, g in zip(self.parameters, grads, strict=True) if g is not None
         }
-        largest = max(size.values())
-        suspects = {n for n in names if size[n] <= NOTHING * largest}
-        return {n for n in suspects if not self._matters(n, answers)}
+        largest = max((float(s.max()) for s in sizes.values() if s.numel()), default=0.0)
+        return {n: s > NOTHING * largest for n, s in sizes.items()}
 
     @torch.no_grad()
-    def _matters(self, name: str, before: list[Tensor]) -> bool:
-        p = self.parameters[name]
-        kept = p.clone()
-        self._move(p)
+    def matters(self, name: str) -> bool:
+        """Do the outputs change with the parameter?"""
+        before, kept = self._answers(), self.parameters[name].clone()
+        self._draw(name)
         after = self._answers()
-        p.copy_(kept)
+        self.parameters[name].copy_(kept)
         return any(
             float((a - b).abs().max()) > NOTHING * float(a.abs().max())
             for a, b in zip(before, after, strict=True)

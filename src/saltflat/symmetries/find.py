@@ -14,7 +14,7 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.risk import _check_parameters, logits, unwrap
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.assemble import Assembly, Basis
-from saltflat.symmetries.dead import without_influence
+from saltflat.symmetries.dead import liveness
 from saltflat.symmetries.group import Generator, Group, Kind
 from saltflat.symmetries.propagate import Propagation
 from saltflat.symmetries.rescale import Exponents
@@ -60,11 +60,12 @@ def symmetries(
     tape = _trace(inner, example, output or logits)
     found = Propagation(tape, movable)
     used = found.used()
-    idle = without_influence(inner, example, output or logits, used)
-    basis = Assembly(found, idle).solve()
+    basis = Assembly(found).solve()
+    classes = {n: c for n, c in basis.classes.items() if n in used}
+    live = liveness(inner, example, output or logits, classes, basis.matrix)
     unseen = tuple(n for n in named if n in movable - used)
-    dead = tuple(n for n in named if n in idle or (n in unseen and not tape.recorded))
-    return _group(inner, found, basis, dead, _notes(tape, unseen))
+    dead = tuple(n for n in named if n in live.idle or (n in unseen and not tape.recorded))
+    return _group(inner, found, basis.restricted(live.classes), dead, _notes(tape, unseen))
 
 
 def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape:
