@@ -173,7 +173,23 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("make", [normed, Checkpointed])
+class OwnNorm(nn.Module):
+    """A user's own module around the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=self.training)  # type: ignore[arg-type]
+
+
+def own_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), OwnNorm(), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("make", [normed, Checkpointed, own_norm])
 def test_batch_statistics_are_those_of_training_without_dropout(
     make: Callable[[], nn.Module],
 ) -> None:
@@ -188,11 +204,12 @@ def test_batch_statistics_are_those_of_training_without_dropout(
     gradient = dict(
         zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True)
     )
-    before = fingerprint(model)
+    before, buffers = fingerprint(model), [b.tolist() for b in model.buffers()]
     with context_of(model, batches) as context:
         surface = BatchLandscape(context.risk, list(parameters))
         value, found = surface.gradient()
         assert surface.value() == value
+        assert buffers == [b.tolist() for b in context.risk.model.buffers()]
         plain = Landscape(context.risk, list(parameters)).value()
     assert value == pytest.approx(expected.item(), rel=1e-12)
     assert abs(plain - value) > 1e-3  # running statistics are something else

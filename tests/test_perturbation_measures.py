@@ -145,6 +145,15 @@ def test_a_maximum_inside_the_ball_is_found() -> None:
         assert found.value == pytest.approx(0.0, abs=1e-4)
 
 
+def test_the_best_of_all_starts_is_kept() -> None:
+    def line(u: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        return float(u["w"][0]), {"w": torch.zeros(1, dtype=torch.float64)}
+
+    starts = [{"w": torch.tensor([x], dtype=torch.float64)} for x in (0.2, 0.7, 0.4)]
+    found = ascend(line, Ball(1.0), starts, steps=3)
+    assert (found.value, found.first, found.point["w"].item()) == (0.7, 0.2, 0.7)
+
+
 def test_the_mean_over_gaussian_perturbations() -> None:
     model, data = seeded(tiny), points()
     w = flat_weights(model)
