@@ -130,6 +130,10 @@ def test_never_negative() -> None:
     assert compute(SamSharpness(), model, points(), downhill).value > 0.0
     nn.init.zeros_(model[0].weight)  # type: ignore[index, arg-type]
     assert compute(SamSharpness(), model, points(), downhill).value == 0.0
+    nn.init.constant_(model[0].weight, 1e-4)  # type: ignore[index, arg-type]
+    past = compute(SamSharpness(steps=1, restarts=0), model, points(), downhill)
+    assert past.details["one_step"] < 0.0  # one step goes past the summit
+    assert past.value == 0.0
 
 
 def test_a_maximum_inside_the_ball_is_found() -> None:
