@@ -172,10 +172,11 @@ def test_the_scale_is_asked_for() -> None:
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "in place"])
-@modes
+@pytest.mark.parametrize(
+    ("way", "by_closure"), [("torch.compile", True), ("torch.compile", False), ("in place", True)]
+)
 @every
-def test_compiled_models(name: str, by_closure: bool, way: str) -> None:
+def test_compiled_models(name: str, way: str, by_closure: bool) -> None:
     torch._dynamo.reset()
     model, twin = network(dropout=0.0), network(dropout=0.0)
     if way == "in place":
