@@ -13,6 +13,7 @@ from saltflat.measures.matrix_normalized_sharpness import MatrixNormalizedSharpn
 from saltflat.measures.minimum_sharpness import MinimumSharpness
 from saltflat.measures.neuronwise_minimum_sharpness import NeuronwiseMinimumSharpness
 from saltflat.measures.normalized_sharpness import NormalizedSharpness
+from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
 from saltflat.measures.relative_flatness import RelativeFlatness
 from saltflat.measures.rho import Rho
 from saltflat.measures.sam_sharpness import SamSharpness
@@ -41,6 +42,7 @@ __all__ = [
     "BNSharpness",
     "Context",
     "DeltaSharpness",
+    "DirectObjective",
     "FisherRaoNorm",
     "HessianMaxEigenvalue",
     "HessianTrace",
@@ -53,6 +55,7 @@ __all__ = [
     "NeuronwiseMinimumSharpness",
     "NormalizedSharpness",
     "NotApplicable",
+    "PaperRecipe",
     "RelativeFlatness",
     "Rho",
     "SamSharpness",

@@ -13,6 +13,7 @@ from saltflat.convex.balance import balance
 from saltflat.errors import InvalidValue
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.measures.base import Context, Layer, Measure, Need
+from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
 
 
 @final
@@ -28,6 +29,7 @@ class NormalizedSharpness(Measure):
     """
 
     lam: float = 0.5
+    strategy: PaperRecipe | DirectObjective | None = None
 
     name: ClassVar[str] = "normalized_sharpness"
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
@@ -40,7 +42,18 @@ class NormalizedSharpness(Measure):
         if not self.lam > 0:
             raise InvalidValue(f"lam of NormalizedSharpness must be positive. Got {self.lam}.")
 
+    def required(self) -> frozenset[Need]:
+        return self.needs if self.strategy is None else frozenset({"passes"})
+
     def compute(self, context: Context) -> Measurement:
+        if self.strategy is None:
+            return self._exactly(context)
+        value, stderr, by_layer, note = self.strategy.value(context, self.lam)
+        return self.measurement(
+            value=value, exact=False, stderr=stderr, by_layer=by_layer, notes=(note,)
+        )
+
+    def _exactly(self, context: Context) -> Measurement:
         diagonal = context.quantity("diagonal")
         factor = sqrt(0.5 / self.lam)
         by_layer, weights = dict[str, float](), dict[str, Tensor | float]()
