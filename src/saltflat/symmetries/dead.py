@@ -107,10 +107,13 @@ class _Point:
         if not flowing:
             return {}
         total = torch.stack([(t * self._noise(t)).sum() for t in flowing]).sum()
-        grads = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
-        sizes = {
-            n: g.abs().cpu() for n, g in zip(self.parameters, grads, strict=True) if g is not None
-        }
+        chosen = list(self.parameters.values())
+        try:
+            grads = torch.autograd.grad(total, chosen, allow_unused=True)
+        except RuntimeError:  # written in a way that has no derivative: all may have an effect
+            return {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.parameters.items()}
+        named = zip(self.parameters, grads, strict=True)
+        sizes = {n: g.abs().cpu() for n, g in named if g is not None}
         largest = max((float(s.max()) for s in sizes.values() if s.numel()), default=0.0)
         return {n: s > NOTHING * largest for n, s in sizes.items()}
 

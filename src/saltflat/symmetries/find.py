@@ -58,6 +58,7 @@ def symmetries(
         raise ModelError("The model has no floating point parameters that may be rescaled.")
     _check_parameters(named, movable)
     tape = _trace(inner, example, output or logits)
+    movable -= _shared(tape, named)
     found = Propagation(tape, movable)
     used = found.used()
     basis = Assembly(found).solve()
@@ -86,6 +87,14 @@ def _can_move(p: nn.Parameter) -> bool:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+def _shared(tape: Tape, named: dict[str, nn.Parameter]) -> set[str]:
+    """Parameters whose memory the model also uses as a constant: they stay as they are."""
+    owners = {p.untyped_storage().data_ptr(): n for n, p in named.items() if p.numel()}
+    constants = [s.value for s in tape.slots if s.value is not None and s.parameter is None]
+    pointers = {c.untyped_storage().data_ptr() for c in constants if c.numel()}
+    return {owners[p] for p in pointers & owners.keys()}
 
 
 def _notes(tape: Tape, unseen: tuple[str, ...]) -> tuple[str, ...]:

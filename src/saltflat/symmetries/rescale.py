@@ -93,7 +93,8 @@ class Element:
                 b.copy_(b.double() * factors[name].to(b.device))
             for name, eps in self.exponents.eps.items():
                 b = buffers[name]
-                b.copy_(_variance(b, eps, factors[name].to(b.device)))
+                # Rounding may leave less than nothing of a variance that was clipped.
+                b.copy_(_variance(b, eps, factors[name].to(b.device)).clamp(min=0))
 
     def factors(self) -> dict[str, Tensor]:
         """The factor of every entry of parameters and means, and of √(var + eps)."""

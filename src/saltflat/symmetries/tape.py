@@ -118,15 +118,22 @@ def record(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tap
         return _exported(program, answer)
 
 
-def _names(answer: Answer) -> tuple[dict[int, str], dict[int, str]]:
-    """Names by tensor identity: a tied weight has one, whatever the exporter calls it."""
-    parameters = {id(p): n for n, p in answer.model.named_parameters()}
-    return parameters, {id(b): n for n, b in answer.model.named_buffers()}
+@final
+class _Names:
+    """Names of parameters and buffers by identity: a tied weight has one, whatever it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {id(p): n for n, p in model.named_parameters()}
+        self.buffers = {id(b): n for n, b in model.named_buffers()}
+
+    def slot(self, tensor: Tensor) -> Slot:
+        parameter, buffer = self.parameters.get(id(tensor)), self.buffers.get(id(tensor))
+        return Slot(tuple(tensor.shape), tensor.dtype, tensor, parameter, buffer)
 
 
 def _exported(program: Any, answer: Answer) -> Tape:
     tape, env = Tape(), dict[Any, Any]()
-    parameters, buffers = _names(answer)
+    names = _Names(answer.model)
     signature = program.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     constants = signature.inputs_to_lifted_tensor_constants
@@ -137,7 +144,11 @@ def _exported(program: Any, answer: Answer) -> Tape:
                 tensor = _attribute(answer, targets[node.name])
             elif node.name in constants:
                 tensor = program.constants[constants[node.name]]
-            env[node] = _placeholder(tape, node.meta.get("val"), tensor, parameters, buffers)
+            meta = node.meta.get("val")
+            if isinstance(tensor, Tensor):
+                env[node] = tape.add(names.slot(tensor))
+            else:
+                env[node] = tape.add(_slot(meta)) if isinstance(meta, Tensor) else meta
         elif node.op == "call_function":
             env[node] = _call(tape, node, env)
         elif node.op == "output":
@@ -152,22 +163,8 @@ def _attribute(root: nn.Module, path: str) -> Any:
     return getattr(root.get_submodule(owner), name)
 
 
-def _placeholder(
-    tape: Tape, meta: Any, tensor: Any, parameters: dict[int, str], buffers: dict[int, str]
-) -> Any:
-    if isinstance(tensor, Tensor):
-        name, buffer = parameters.get(id(tensor)), buffers.get(id(tensor))
-        return tape.add(_slot(tensor, tensor, name, buffer))
-    return tape.add(_slot(meta)) if isinstance(meta, Tensor) else meta
-
-
-def _slot(
-    tensor: Tensor,
-    value: Tensor | None = None,
-    parameter: str | None = None,
-    buffer: str | None = None,
-) -> Slot:
-    return Slot(tuple(tensor.shape), tensor.dtype, value, parameter, buffer)
+def _slot(tensor: Tensor) -> Slot:
+    return Slot(tuple(tensor.shape), tensor.dtype)
 
 
 def _call(tape: Tape, node: Any, env: dict[Any, Any]) -> Any:
@@ -184,9 +181,10 @@ def _call(tape: Tape, node: Any, env: dict[Any, Any]) -> Any:
 class _Recorder(TorchDispatchMode):
     """Writes every operation down, decomposed as far as the exporter would."""
 
-    def __init__(self, tape: Tape, known: dict[int, Ref]) -> None:
+    def __init__(self, tape: Tape, names: _Names) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape, self.known = tape, known
+        self.tape, self.names = tape, names
+        self.known: dict[int, Ref] = {}
         self.alive: list[Any] = []  # the id of a tensor is its own only while it lives
         self.table = torch.export.default_decompositions()
 
@@ -208,8 +206,8 @@ class _Recorder(TorchDispatchMode):
     def ref(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in self.known:  # made before the recording: a constant
-            self.known[id(leaf)] = self.tape.add(_slot(leaf, leaf))
+        if id(leaf) not in self.known:  # made before the recording: part of the model
+            self.known[id(leaf)] = self.tape.add(self.names.slot(leaf))
             self.alive.append(leaf)
         return self.known[id(leaf)]
 
@@ -222,21 +220,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def _recorded(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape:
-    tape, known = Tape(recorded=True), dict[int, Ref]()
-    names, buffer_names = _names(answer)
-    for tensor in [*answer.parameters(), *answer.buffers()]:
-        name, buffer = names.get(id(tensor)), buffer_names.get(id(tensor))
-        known[id(tensor)] = tape.add(_slot(tensor, tensor, name, buffer))
+    tape = Tape(recorded=True)
+    recorder = _Recorder(tape, _Names(answer.model))
     state = {**dict(answer.named_parameters()), **dict(answer.named_buffers())}
-    # The recorder sees what functionalisation makes of in-place operations.
-    recorder = _Recorder(tape, known)
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            known[id(leaf)] = tape.add(_slot(leaf))
+        recorder.new(leaf)
 
     def run(state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         return torch.func.functional_call(answer, state, args, kwargs)
 
+    # The recorder sees what functionalisation makes of in-place operations.
     with recorder:
         results = torch.func.functionalize(run)(state, args, kwargs)
     answers = [t for t in tree_leaves(results) if isinstance(t, Tensor)]

@@ -15,9 +15,14 @@ from saltflat.risk import logits, unwrap
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.rescale import Element, duplicate
 
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class Widen(TorchDispatchMode):
-    """Keeps casts to a narrower floating type wide: rounding there would drown the comparison."""
+    """Computes in float64 what a model would do in a narrower type, by a cast or with a constant.
+
+    Rounding there would drown the comparison.
+    """
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -26,6 +31,8 @@ class Widen(TorchDispatchMode):
         dtype = kwargs.get("dtype")
         if op is torch.ops.aten._to_copy.default and dtype is not None and dtype.is_floating_point:
             kwargs["dtype"] = torch.float64
+        if not op._schema.is_mutable:
+            args, kwargs = widened((args, kwargs))
         return op(*args, **kwargs)
 
 
@@ -45,8 +52,8 @@ def widened(example: Any) -> Any:
     """The example with its floating point tensors in float64."""
 
     def wide(leaf: Any) -> Any:
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.detach().double() if floating else leaf
+        narrow = isinstance(leaf, Tensor) and leaf.dtype in NARROW
+        return leaf.detach().double() if narrow else leaf
 
     return tree_map(wide, example)
 
