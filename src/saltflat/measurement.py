@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal, final
 
+import numpy as np
 from torch import Tensor
 
 from saltflat.errors import InvalidValue
@@ -16,9 +17,9 @@ EVERY_RESCALING: frozenset[Symmetry] = frozenset({"layer", "neuron", "batchnorm"
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Measurement:
-    """The value of a measure.
+    """The value of a measure. Two are equal if all they hold is, tensors by their entries.
 
     Attributes
     ----------
@@ -66,11 +67,30 @@ class Measurement:
             return "≥, searched" + (f", ± {self.stderr:.2g}" if self.stderr else "")
         if not self.exact:
             return f"± {self.stderr:.2g}"
+        if not isfinite(self.gap):
+            return "not converged"
         small = self.gap <= 1e-9 * abs(self.value)
-        return "exact" if small or not isfinite(self.gap) else f"exact to {self.gap:.1g}"
+        return "exact" if small else f"exact to {self.gap:.1g}"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Measurement):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __float__(self) -> float:
         return self.value
 
     def __str__(self) -> str:
         return f"{self.name} = {self.value:.6g} ({self.certainty})"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal entry by entry; a number that is NaN equals itself."""
+    a, b = (v.tolist() if isinstance(v, Tensor | np.ndarray) else v for v in (a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or (a != a and b != b)
