@@ -146,12 +146,8 @@ class Measure(ABC):
 
     def measurement(self, **fields: Any) -> Measurement:
         """A measurement of this measure with its name, settings and invariance filled in."""
-        return Measurement(
-            name=self.name,
-            invariant_to=self.invariant_to,
-            settings=self.settings(),
-            **fields,
-        )
+        usual = {"invariant_to": self.invariant_to, "settings": self.settings()}
+        return Measurement(name=self.name, **(usual | fields))
 
 
 def norm_squared(layer: Layer) -> float:

@@ -117,7 +117,7 @@ def _kinds(measure: Measure) -> frozenset[Kind]:
 
 
 def _compute(measure: Measure, context: Context) -> Measurement:
-    if not context.layers and measure.name != "hessian_trace":
+    if not context.layers and not measure.name.startswith("hessian_"):
         raise NotApplicable("The model has no weight matrix among its measured parameters.")
     return measure.compute(context)
 
@@ -134,13 +134,19 @@ def _chosen(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
                 raise InvalidValue(f"Unknown measure {each!r}. {nearest(each, MEASURES)}")
             each = MEASURES[each]()
         elif not isinstance(each, Measure):
-            raise InvalidType(f"measures must hold names or measures. Got {type(each).__name__}.")
+            raise InvalidType(f"measures must hold names or measures. Got {_wrong(each)}.")
         if each.name in chosen:
             raise InvalidValue(f"The measure {each.name!r} is asked for twice.")
         chosen[each.name] = each
     if not chosen:
         raise InvalidValue("measures is empty: there is nothing to measure.")
     return list(chosen.values())
+
+
+def _wrong(each: object) -> str:
+    if isinstance(each, type):
+        return f"the class {each.__name__}; pass {each.__name__}()"
+    return type(each).__name__
 
 
 def _strategy(estimator: Hutchinson | None, seed: int) -> Hutchinson:

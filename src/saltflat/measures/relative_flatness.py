@@ -59,6 +59,7 @@ class RelativeFlatness(Measure):
             exact=found.exact([chosen.parameter]),
             stderr=found.stderr({chosen.parameter: factor[chosen.parameter]}),
             by_layer=by_layer,
+            invariant_to=self.invariant_to | ({"neuron"} if self.normalize_features else set()),
             details={"layer": chosen.name},
             notes=(f"of layer {chosen.name!r}",),
         )
