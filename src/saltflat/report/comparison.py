@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue
@@ -65,7 +66,7 @@ class Comparison(Mapping[str, Report]):
         table = Table(caption_justify="left")
         table.add_column("measure", no_wrap=True)
         for name in self:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(escape(name), justify="right", no_wrap=True)
         table.add_column("invariant to")
         for measure in self.measures:
             cells = []
@@ -77,7 +78,7 @@ class Comparison(Mapping[str, Report]):
             table.add_row(measure, *cells, invariance(one))
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
-            table.caption = f"Not comparable:\n{lines}"
+            table.caption = escape(f"Not comparable:\n{lines}")
         return table
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, MissingDependency, nearest
@@ -89,14 +90,17 @@ class Report(Mapping[str, Measurement]):
     def load(cls, path: str | Path) -> Report:
         """Read a report that `save` wrote."""
         content = store.read(Path(path))
-        provenance = dict(content["provenance"])
-        provenance["frozen"] = tuple(provenance["frozen"])
-        return cls(
-            {k: store.decode(m) for k, m in content["measurements"].items()},
-            content["skipped"],
-            Provenance(**provenance),
-            tuple(content["notes"]),
-        )
+        try:
+            provenance = dict(content["provenance"])
+            provenance["frozen"] = tuple(provenance["frozen"])
+            return cls(
+                {k: store.decode(m) for k, m in content["measurements"].items()},
+                content["skipped"],
+                Provenance(**provenance),
+                tuple(content["notes"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidValue(f"{path} is a damaged report: {error!r}.") from error
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a measure."""
@@ -142,7 +146,7 @@ class Report(Mapping[str, Measurement]):
 
     def __rich__(self) -> Table:
         p = self.provenance
-        title = f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}"
+        title = escape(f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}")
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("measure", no_wrap=True)
         table.add_column("value", justify="right", no_wrap=True)
@@ -150,11 +154,13 @@ class Report(Mapping[str, Measurement]):
         table.add_column("invariant to")
         table.add_column("with")
         for m in self.values():
-            table.add_row(m.name, f"{m.value:.6g}", m.certainty, invariance(m), _settings(m))
+            table.add_row(
+                m.name, f"{m.value:.6g}", m.certainty, invariance(m), escape(_settings(m))
+            )
         for name, reason in self.skipped.items():
-            table.add_row(name, "–", "[dim]does not apply[/]", "", reason)
+            table.add_row(name, "–", "[dim]does not apply[/]", "", escape(reason))
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
-        table.caption = "\n".join([*self.notes, *notes]) or None
+        table.caption = escape("\n".join([*self.notes, *notes])) or None
         return table
 
     def __str__(self) -> str:

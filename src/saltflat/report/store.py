@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -55,23 +55,34 @@ def decode(content: Mapping[str, Any]) -> Measurement:
         k: torch.tensor([float(x) for x in v], dtype=torch.float64)
         for k, v in values["by_neuron"].items()
     }
+    values |= {key: _numbers(values[key]) for key in ("settings", "details")}
     values["invariant_to"] = frozenset(values["invariant_to"])
     values["notes"] = tuple(values["notes"])
     return Measurement(**values)
 
 
+def _numbers(value: Any) -> Any:
+    """Plain values with the numbers that are not finite put back."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
+    return {k: _numbers(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def write(path: Path, text: str) -> None:
     """Write beside the file and put it in its place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile, whose files nobody else may read.
+    beside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(beside, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 
