@@ -1,0 +1,7 @@
+"""Can a number be trusted? Which measures move under rescalings that keep the function."""
+
+from saltflat.audit.procedure import audit
+from saltflat.audit.result import Audit, Audited, Drift
+from saltflat.audit.verdict import Tolerances
+
+__all__ = ["Audit", "Audited", "Drift", "Tolerances", "audit"]

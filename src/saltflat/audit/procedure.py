@@ -1,0 +1,197 @@
+"""`audit`: can a measure be trusted under rescalings that do not change the function?"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from saltflat.audit.elements import families, trials
+from saltflat.audit.ledger import Ledger
+from saltflat.audit.result import Audit
+from saltflat.audit.values import Function, Panel
+from saltflat.audit.verdict import Reading, Tolerances
+from saltflat.curvature.functions import checked_settings
+from saltflat.curvature.products import Curvature
+from saltflat.curvature.stochastic import Hutchinson
+from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.losses import LossLike
+from saltflat.measures import MEASURES
+from saltflat.measures.base import Measure
+from saltflat.measures.planner import _chosen, _strategy
+from saltflat.report.progress import Callback, reporting
+from saltflat.risk import Output, Risk, Unpack, unwrap
+from saltflat.symmetries.find import symmetries
+from saltflat.symmetries.rescale import duplicate
+
+# Suprema that are searched for take many passes over the data for each rescaling.
+SEARCHED = ("bn_sharpness", "delta_sharpness", "sam_sharpness", "adaptive_sharpness")
+# What the kinds are found on and the outputs are compared on, if no example is given.
+_SAMPLES = 32
+
+
+def audit(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    measures: Iterable[str | Measure] | None = None,
+    *,
+    functions: Mapping[str, Function] | None = None,
+    elements: int = 3,
+    spread: float = 1e3,
+    tolerances: Tolerances | None = None,
+    curvature: Curvature = "hessian",
+    parameters: str | Iterable[str] = "trainable",
+    estimator: Hutchinson | None = None,
+    max_directions: int = 1000,
+    memory_budget: int | None = None,
+    example: Any = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+    seed: int = 0,
+    progress: bool | Callback | None = None,
+) -> Audit:
+    """Find the rescalings that keep a model's function, and see which measures they move.
+
+    Everything is computed in float64 on a copy; the model is left exactly as it was found. Every
+    rescaling that is used is verified first: one that moves the outputs by more than 1e-9 of
+    their size is an error in saltflat and raises `SaltflatError`.
+
+    The kinds are told apart: "layer" multiplies every weight matrix by one number; "neuron" is
+    unit by unit; "batchnorm" is filters that feed BatchNorm; "attention" is queries against keys
+    and values against the projection after them. Kinds that the model does not have are left out.
+
+    Parameters
+    ----------
+    model, data, loss, measures : as in `measure`. By default all measures but those that search
+        for a supremum (`bn_sharpness`, `delta_sharpness`, `sam_sharpness`, `adaptive_sharpness`),
+        which take many passes over the data for every rescaling: name them to have them audited.
+        An empty list leaves the functions alone.
+    functions : a user's own measures by name, `f(model, data) -> float`. Each gets a copy of the
+        model in float64 and evaluation mode, and the data in float64.
+    elements : how many random rescalings of each kind. To them come the first one at smaller
+        spreads (for `Audit.plot`), and the heaviest unit and the heaviest layer alone, by
+        `spread` and by 1/spread.
+    spread : factors are drawn log-uniformly from [1/spread, spread].
+    tolerances : how much drift is still called invariant.
+    example : inputs to find the rescalings on; by default the first samples of the data.
+    Other arguments as in `measure`.
+    """
+    chosen = _measures(measures, functions or {})
+    _check(elements, spread)
+    settings = checked_settings(max_directions, memory_budget, "sample")
+    strategy = _strategy(estimator, seed)
+    with reporting(progress) as step:
+        step("symmetries", 0, 1)
+        wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
+        group = symmetries(wide, inputs, output=output, parameters="trainable")
+        panel = Panel(
+            data=data,
+            loss=loss,
+            measures=chosen,
+            functions=functions or {},
+            group=group,
+            curvature=curvature,
+            estimator=strategy,
+            settings=settings,
+            unpack=unpack,
+            output=output,
+            seed=seed,
+        )
+        found = families(group)
+        spreads = _spreads(spread)
+        planned = [t for f in found for t in trials(f, wide, spreads, elements, seed)]
+        step("the model itself", 0, len(planned) + 1)
+        before, skipped = _split(panel.read(wide), named=measures is not None)
+        ledger = Ledger(before, panel, wide, inputs, tolerances or Tolerances())
+        for index, trial in enumerate(planned):
+            step(f"{trial.kind}: {trial.name}", index + 1, len(planned) + 1)
+            ledger.add(trial)
+    for warning in panel.warnings:
+        warnings.warn(warning, stacklevel=2)
+    return Audit(
+        ledger.rows(tuple(f.kind for f in found)),
+        skipped,
+        {f.kind: len(f) for f in found},
+        spread,
+        {f.kind: sum(t.kind == f.kind for t in planned) for f in found},
+        ledger.output_drift,
+        ledger.tolerances,
+        type(unwrap(model)).__name__,
+        (*group.notes, *ledger.notes),
+    )
+
+
+def _measures(
+    measures: Iterable[str | Measure] | None, functions: Mapping[str, Function]
+) -> Sequence[Measure]:
+    for name, function in functions.items():
+        if not callable(function):
+            raise InvalidType(
+                "functions must map names to callables f(model, data). "
+                f"Got {type(function).__name__} for {name!r}."
+            )
+    if measures is None:
+        measures = [name for name in MEASURES if name not in SEARCHED]
+    elif not isinstance(measures, str):
+        measures = list(measures)
+        if not measures and functions:
+            return []
+    chosen = _chosen(measures)
+    for measure in chosen:
+        if measure.name in functions:
+            raise InvalidValue(f"{measure.name!r} is a measure; give the function another name.")
+    return chosen
+
+
+def _check(elements: int, spread: float) -> None:
+    if not isinstance(elements, int) or isinstance(elements, bool) or elements < 1:
+        raise InvalidValue(f"elements must be an integer, at least 1. Got {elements!r}.")
+    if not (math.isfinite(spread) and spread > 1):
+        raise InvalidValue(f"spread must be a finite number > 1. Got {spread!r}.")
+
+
+def _spreads(spread: float) -> list[float]:
+    """Powers of ten up to the spread."""
+    decades = range(1, math.ceil(math.log10(spread) - 1e-9))
+    return [*(10.0**k for k in decades), float(spread)]
+
+
+def _prepared(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike,
+    parameters: str | Iterable[str],
+    unpack: Unpack | None,
+    output: Output | None,
+    example: Any,
+) -> tuple[nn.Module, Any]:
+    """A float64 copy in which exactly the measured parameters require gradients, and inputs."""
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
+    wide = duplicate(unwrap(model)).double()
+    risk = Risk(
+        wide, data, loss, parameters=parameters, dtype=torch.float64, unpack=unpack, output=output
+    )
+    for name, p in wide.named_parameters():
+        p.requires_grad_(name in risk.parameters)
+    if example is not None:
+        return wide, example
+    with risk.session():
+        return wide, next(risk.batches()).part(0, _SAMPLES).inputs
+
+
+def _split(
+    readings: Mapping[str, Reading | str], named: bool
+) -> tuple[dict[str, Reading], dict[str, str]]:
+    """The measures that apply, and why the others do not; one that was named must apply."""
+    skipped = {name: r for name, r in readings.items() if isinstance(r, str)}
+    applied = {name: r for name, r in readings.items() if isinstance(r, Reading)}
+    if skipped and (named or not applied):
+        name, reason = next(iter(skipped.items()))
+        raise ModelError(f"{name} does not apply to the model: {reason}")
+    return applied, skipped

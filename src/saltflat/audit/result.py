@@ -1,0 +1,242 @@
+"""Audit: which measures moved under rescalings that keep the function, and by how much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, final
+
+from rich.console import Console
+from rich.table import Table
+
+from saltflat.audit.verdict import Tolerances, Verdict
+from saltflat.errors import InvalidValue, nearest
+from saltflat.report import store
+
+_MARKS: dict[str, str] = {"invariant": "✓", "undecided": "?", "moved": "✗"}
+_COLOURS: dict[str, str] = {"invariant": "green", "undecided": "yellow", "moved": "red"}
+
+
+@final
+@dataclass(frozen=True)
+class Drift:
+    """The largest change of a measure under one kind of rescaling.
+
+    Attributes
+    ----------
+    drift : |value after − value before| / |value before|, of the element that tells most.
+    tolerance : what the measure may drift by on that element and still be called invariant.
+    verdict : invariant, moved, or undecided where the measure's own error hides the answer.
+    element : the element, e.g. `random 1`, or `fc1[3] × 1000`.
+    declared : whether the measure says that it is invariant; None for a user's function.
+    reason : why the measure has no value there, if so.
+    curve : the drift along one random direction, by spread.
+    """
+
+    drift: float
+    tolerance: float
+    verdict: Verdict
+    element: str
+    declared: bool | None
+    reason: str = ""
+    curve: Mapping[float, float] = field(default_factory=dict)
+
+    @property
+    def disagrees(self) -> bool:
+        """Declared invariant and seen to move. The converse is no contradiction: a measure may
+        be invariant on one model and not on another."""
+        return self.declared is True and self.verdict == "moved"
+
+    def __str__(self) -> str:
+        size = f"{self.drift:.1e}" if self.drift else "0"
+        return f"{size} {_MARKS[self.verdict]}"
+
+
+@final
+@dataclass(frozen=True)
+class Audited(Mapping[str, Drift]):
+    """One measure under audit: drifts by kind of rescaling."""
+
+    name: str
+    value: float
+    certainty: str
+    declared: tuple[str, ...] | None  # None for a user's function
+    drifts: Mapping[str, Drift]
+
+    def __getitem__(self, kind: str) -> Drift:
+        return self.drifts[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.drifts)
+
+    def __len__(self) -> int:
+        return len(self.drifts)
+
+    @property
+    def ok(self) -> bool:
+        return not any(d.disagrees for d in self.values())
+
+    @property
+    def verdict(self) -> str:
+        """`invariant`, `moved` (by every kind), `moved by neuron`, `DISAGREES: moved by layer`."""
+        if not self.ok:
+            return "DISAGREES: moved by " + self._kinds(lambda d: d.disagrees)
+        if not self.drifts:
+            return "not tested"
+        if all(d.verdict == "moved" for d in self.values()):
+            return "moved"
+        moved = self._kinds(lambda d: d.verdict == "moved")
+        unknown = self._kinds(lambda d: d.verdict == "undecided")
+        parts = [f"moved by {moved}"] if moved else []
+        parts += [f"undecided: {unknown}"] if unknown else []
+        return "; ".join(parts) or "invariant"
+
+    def _kinds(self, chosen: Any) -> str:
+        return ", ".join(kind for kind, d in self.items() if chosen(d))
+
+    @property
+    def promise(self) -> str:
+        """What is declared, in words."""
+        if self.declared is None:
+            return "–"
+        return (
+            "every rescaling" if len(self.declared) == 4 else ", ".join(self.declared) or "nothing"
+        )
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Audit(Mapping[str, Audited]):
+    """Audited measures by name. `ok` is False if one moved that declares it does not.
+
+    Attributes
+    ----------
+    rows : the measures and functions by name.
+    skipped : measures that do not apply to the model, and why.
+    kinds : the kinds of rescaling that the model has, and how many dimensions each has.
+    spread : the largest factor, and 1/spread the least.
+    elements : how many rescalings of each kind were applied.
+    output_drift : the largest relative change of the outputs over all of them, in float64.
+    """
+
+    rows: Mapping[str, Audited]
+    skipped: Mapping[str, str]
+    kinds: Mapping[str, int]
+    spread: float
+    elements: Mapping[str, int]
+    output_drift: float
+    tolerances: Tolerances
+    model: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Audited:
+        if name in self.rows:
+            return self.rows[name]
+        if name in self.skipped:
+            raise KeyError(f"{name} does not apply: {self.skipped[name]}")
+        raise KeyError(f"{name!r} was not audited. {nearest(name, self.rows)}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.values())
+
+    def save(self, path: str | Path) -> Path:
+        """Write the audit to a .json file, whole or not at all."""
+        path = Path(path)
+        if path.suffix != ".json":
+            raise InvalidValue(f"An audit is saved as .json. Got {path.name!r}.")
+        content = {"saltflat": 1, "audit": store.plain(self._content())}
+        store.write(path, json.dumps(content, indent=1, allow_nan=False))
+        return path
+
+    def _content(self) -> dict[str, Any]:
+        content = {f.name: getattr(self, f.name) for f in fields(self)}
+        # A row is a mapping itself, of drifts alone.
+        rows = {k: {f.name: getattr(row, f.name) for f in fields(row)} for k, row in self.items()}
+        return content | {"rows": rows}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Audit:
+        """Read an audit that `save` wrote."""
+        content = store.read(Path(path)).get("audit")
+        if not isinstance(content, dict):
+            raise InvalidValue(f"{path} is not an audit: it has no 'audit' in it.")
+        values = dict(content)
+        values["rows"] = {name: _row(row) for name, row in values["rows"].items()}
+        values["tolerances"] = Tolerances(**values["tolerances"])
+        values["output_drift"] = float(values["output_drift"])
+        values["notes"] = tuple(values["notes"])
+        return cls(**values)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw drift against spread as a picture, a panel for each kind of rescaling."""
+        from saltflat.audit.plot import plot
+
+        return plot(self, Path(path))
+
+    def __rich__(self) -> Table:
+        title = f"Audit of {self.model}: " + (
+            ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+            or "no rescaling keeps its function"
+        )
+        table = Table(title=title, title_justify="left", caption_justify="left")
+        table.add_column("measure", no_wrap=True)
+        for column in ("value", *self.kinds):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("verdict")
+        table.add_column("declared")
+        for row in self.values():
+            cells = [f"[{_COLOURS[d.verdict]}]{d}[/]" for d in row.values()]
+            verdict = row.verdict if row.ok else f"[bold red]{row.verdict}[/]"
+            table.add_row(row.name, f"{row.value:.5g}", *cells, verdict, row.promise)
+        for name in self.skipped:
+            table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
+        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
+        table.caption = "\n".join([*self._legend(), *self.notes, *reasons])
+        return table
+
+    def _legend(self) -> list[str]:
+        if not self.kinds:
+            return []
+        t = self.tolerances
+        return [
+            f"Largest relative drift over {sum(self.elements.values())} rescalings by up to "
+            f"{self.spread:g} that moved the outputs by at most {self.output_drift:.0e}.",
+            f"✓ invariant: at most {t.closed:g}, plus gaps, {t.errors:g} standard errors of an "
+            f"estimate, {t.searched:g} for a searched supremum. ✗ moved. ? hidden by its error.",
+        ]
+
+    def __str__(self) -> str:
+        console = Console(width=130, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    __repr__ = __str__
+
+
+def _row(content: Mapping[str, Any]) -> Audited:
+    values = dict(content)
+    values["value"] = float(values["value"])
+    if values["declared"] is not None:
+        values["declared"] = tuple(values["declared"])
+    values["drifts"] = {kind: _drift(d) for kind, d in values["drifts"].items()}
+    return Audited(**values)
+
+
+def _drift(content: Mapping[str, Any]) -> Drift:
+    values = dict(content)
+    values["drift"], values["tolerance"] = float(values["drift"]), float(values["tolerance"])
+    values["curve"] = {float(spread): float(d) for spread, d in values["curve"].items()}
+    return Drift(**values)
