@@ -45,7 +45,7 @@ def network(hidden: bool) -> nn.Sequential:
 class FullHessian:
     """κ of the last layer the paper's way: the Hessian of all its weights, then the double sum."""
 
-    def __init__(self, model: nn.Sequential, strength: float) -> None:
+    def __init__(self, model: nn.Module, strength: float) -> None:
         layer = model.fc
         assert isinstance(layer, nn.Linear)
         self.layer, self.strength = layer, strength

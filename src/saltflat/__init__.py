@@ -17,15 +17,23 @@ from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
 from saltflat.symmetries.find import symmetries
 from saltflat.symmetries.group import Group
+from saltflat.training.bn_sharpness import BNSharpnessSGD
+from saltflat.training.entropy_sgd import EntropySGD
+from saltflat.training.fam import FAM
+from saltflat.training.sam import SAM
 from saltflat.version import __version__
 
 __all__ = [
+    "FAM",
+    "SAM",
+    "BNSharpnessSGD",
     "Certificate",
     "Comparison",
     "DataError",
     "Detail",
     "Diagonal",
     "Eigenvalue",
+    "EntropySGD",
     "Group",
     "Hutchinson",
     "InvalidType",
