@@ -332,7 +332,12 @@ GRAPHS = [
     Case("gru", lambda: net.Recurrent(nn.GRU), normal(3, 2), curved=("cell.*",)),
     Case("bilinear gate", net.Gate, rules=LINEAR),
     Case("bilinear layer", lambda: nn.Bilinear(4, 2, 3), pair(normal(4), normal(2))),
-    Case("weight norm", lambda: net.mlp(wrap=WEIGHT_NORM), curved=("*.original1",)),
+    Case(
+        "weight norm",
+        lambda: net.mlp(wrap=WEIGHT_NORM),
+        curved=("*.original1",),
+        twin=lambda: net.mlp(wrap=net.plain_weight_norm),
+    ),
     Case("spectral norm", lambda: net.mlp(wrap=SPECTRAL), curved=("*.original",)),
     Case("spectral norm, old style", lambda: net.mlp(wrap=spectral_norm), curved=("*_orig",)),
     Case("pruned", net.pruned),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 
@@ -37,6 +38,21 @@ def log_softmax_mlp() -> nn.Module:
 
 def pruned() -> nn.Module:
     return mlp(wrap=lambda layer: prune.random_unstructured(layer, "weight", 0.3))
+
+
+class _PlainWeightNorm(nn.Module):
+    """g v / ‖v‖ by a formula: the second derivative of torch's own kernel is wrong (2.13)."""
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        return v * (g / v.norm(dim=1, keepdim=True))
+
+    def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        return w.norm(dim=1, keepdim=True), w
+
+
+def plain_weight_norm(layer: nn.Module) -> nn.Module:
+    register_parametrization(layer, "weight", _PlainWeightNorm())
+    return layer
 
 
 def probabilities_mlp() -> nn.Module:

@@ -708,7 +708,6 @@ def test_dead_layers_and_units() -> None:
         assert found["kappa"].value == pytest.approx(want, rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.xfail(reason="a weight whose first use is elementwise is not taken for a matrix")
 def test_pruned_layers_are_measured_too() -> None:
     """weight = mask · weight_orig: the layer must not drop out of the sums in silence."""
     case = BY_NAME["pruned"]

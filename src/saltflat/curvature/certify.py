@@ -185,12 +185,14 @@ class _Probe:
         found = {}
         for use in self.uses:
             matrix, name = use.matrix(), use.names.get("weight")
+            if matrix is None or name is None or rules[name] == GENERIC:
+                continue
             # An embedding that is tied to a Linear counts as the Linear.
-            if matrix is not None and name is not None and (name not in found or matrix.out == 0):
+            if name not in found or matrix.out == 0:
                 found[name] = matrix
-        known = {name for use in self.uses for name in use.names.values()}
         for name, rule in rules.items():
-            if rule == GENERIC and name not in known and self.risk.parameters[name].ndim > 1:
+            shape = self.risk.parameters[name].shape
+            if rule == GENERIC and len(shape) > 1 and shape.numel() > max(shape):
                 found[name] = Matrix()
         return {name: found[name] for name in rules if name in found}
 

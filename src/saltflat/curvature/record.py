@@ -49,7 +49,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         known = _OPERATIONS.get(func)
         if known is None:
-            return func(*args, **kwargs)
+            return _REPLACED.get(func, func)(*args, **kwargs)
         signature, build = known
         bound = dict(zip(signature, args, strict=False)) | kwargs
         bound = _adjust(func, bound)
@@ -72,10 +72,20 @@ class Safe(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _ADJUSTED:
-            return func(*args, **kwargs)
+            return _REPLACED.get(func, func)(*args, **kwargs)
         signature, _ = _OPERATIONS[func]
         return func(**_adjust(func, dict(zip(signature, args, strict=False)) | kwargs))
 
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """v g / ‖v‖ with the norm over all dimensions but `dim`; over all of them for dim = −1."""
+    others = [d for d in range(v.ndim) if d != dim]
+    norm: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=True)
+    return v * (g / norm)
+
+
+# Its second derivative is wrong in torch (2.13): not even symmetric.
+_REPLACED: dict[Any, Callable[..., Any]] = {torch._weight_norm: _weight_norm}
 
 _ADJUSTED = {F.embedding, F.group_norm}
 
