@@ -172,6 +172,7 @@ def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = example().plot(tmp_path / "drift.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

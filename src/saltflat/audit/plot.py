@@ -12,9 +12,12 @@ from saltflat.errors import InvalidValue, MissingDependency
 if TYPE_CHECKING:
     from saltflat.audit.result import Audit
 
-# Colours that the colour-blind tell apart (Okabe and Ito); markers tell the rest.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Neighbours that the colour-blind tell apart (after Paul Tol); markers tell the rest.
+_COLOURS = (
+    *("#000000", "#CC6677", "#332288", "#DDCC77", "#117733", "#88CCEE"),
+    *("#882255", "#E69F00", "#44AA99", "#999933", "#AA4499"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h", "d")
 # A drift of nothing at all is drawn here: logarithms have no zero.
 _FLOOR = 1e-17
 
@@ -35,6 +38,7 @@ def plot(audit: Audit, path: Path) -> Path:
     axes = figure.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
     for axis, kind in zip(axes, audit.kinds, strict=True):
         _panel(axis, audit, kind)
+    axes[0].set_ylim(bottom=_FLOOR / 5)  # of all panels; only now, since it ends autoscaling
     axes[0].set_ylabel("relative drift of the measure")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
@@ -58,10 +62,9 @@ def _panel(axis: Any, audit: Audit, kind: str) -> None:
             list(curve),
             [max(drift, _FLOOR) if isfinite(drift) else nan for drift in curve.values()],
             color=_COLOURS[index % len(_COLOURS)],
-            marker=_MARKERS[index // len(_COLOURS) % len(_MARKERS)],
-            linestyle="-" if row[kind].verdict == "moved" else "--",
+            marker=_MARKERS[index % len(_MARKERS)],
             linewidth=1.4,
-            markersize=4,
+            markersize=5,
             label=name,
         )
     axis.set_title(f"{kind} rescaling", fontsize=10, loc="left")
