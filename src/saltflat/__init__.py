@@ -1,5 +1,6 @@
 """saltflat: scale-invariant sharpness for PyTorch."""
 
+from saltflat.audit import Audit, Tolerances, audit
 from saltflat.curvature.functions import diagonal, max_eigenvalue, trace
 from saltflat.curvature.stochastic import Hutchinson, XTrace
 from saltflat.errors import (
@@ -26,6 +27,7 @@ from saltflat.version import __version__
 __all__ = [
     "FAM",
     "SAM",
+    "Audit",
     "BNSharpnessSGD",
     "Certificate",
     "Comparison",
@@ -44,9 +46,11 @@ __all__ = [
     "ModelError",
     "Report",
     "SaltflatError",
+    "Tolerances",
     "Trace",
     "XTrace",
     "__version__",
+    "audit",
     "compare",
     "diagonal",
     "max_eigenvalue",

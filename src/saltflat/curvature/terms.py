@@ -28,7 +28,8 @@ class Term(ABC):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Σ_i weights[i] · G of the first direction, of the parameter's shape."""
-        result: Tensor = torch.tensordot(weights, self.gradient()[0], dims=1)
+        gradient = self.gradient()[0]
+        result: Tensor = torch.tensordot(weights.to(gradient), gradient, dims=1)
         return result
 
     def trace(self, sign: Tensor | None) -> Tensor:
@@ -78,7 +79,7 @@ class Outer(Term):
         return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        left = self.left[0] * weights[:, None, None, None]
+        left = self.left[0] * weights.to(self.right)[:, None, None, None]
         return self.layout.assemble(torch.einsum("ngat,ngbt->gab", left, self.right))
 
     def trace(self, sign: Tensor | None) -> Tensor:

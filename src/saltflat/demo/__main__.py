@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from rich.console import Console
 
-from saltflat.demo import exact_trace, random_labels
+from saltflat.demo import exact_trace, flat_training, random_labels
 
 
 def main() -> None:
@@ -15,6 +15,8 @@ def main() -> None:
     exact_trace.run(console)
     console.rule("2. Every measure of 15 networks against their generalization gap", align="left")
     random_labels.run(console)
+    console.rule("3. Training toward flat minima", align="left")
+    flat_training.run(console)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltflat.convex.balance import balance
 from saltflat.errors import InvalidValue
-from saltflat.measurement import Measurement, Symmetry
+from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Layer, Measure, Need
 from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
 
@@ -36,7 +36,7 @@ class NormalizedSharpness(Measure):
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(17)"
     needs: ClassVar[frozenset[Need]] = frozenset({"diagonal"})
-    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer", "neuron", "batchnorm"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
 
     def __post_init__(self) -> None:
         if not self.lam > 0:

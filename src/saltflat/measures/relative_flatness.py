@@ -31,7 +31,7 @@ class RelativeFlatness(Measure):
     paper: ClassVar[str] = "Petzka et al. 2021; Adilova et al. 2023"
     equation: ClassVar[str] = "Definition 3 (2021)"
     needs: ClassVar[frozenset[Need]] = frozenset({"flatness"})
-    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer", "batchnorm"})
 
     def __post_init__(self) -> None:
         if self.simplified and self.normalize_features:
