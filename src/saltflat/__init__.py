@@ -22,6 +22,7 @@ from saltflat.training.bn_sharpness import BNSharpnessSGD
 from saltflat.training.entropy_sgd import EntropySGD
 from saltflat.training.fam import FAM
 from saltflat.training.sam import SAM
+from saltflat.training.sharpness_penalty import SharpnessPenalty
 from saltflat.version import __version__
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "ModelError",
     "Report",
     "SaltflatError",
+    "SharpnessPenalty",
     "Tolerances",
     "Trace",
     "XTrace",

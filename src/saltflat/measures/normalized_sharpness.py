@@ -88,12 +88,14 @@ class NormalizedSharpness(Measure):
 @final
 @dataclass(frozen=True, slots=True)
 class BalancedLayer:
-    """The minimum for one layer; `slopes` is its derivative in h, of the weight's shape."""
+    """The minimum for one layer; `slopes` and `shrink` are its derivatives in h and in W², of
+    the weight's shape."""
 
     value: float
     gap: float
     attained: bool
     slopes: Tensor
+    shrink: Tensor
     negative: float
     size: float
 
@@ -109,13 +111,15 @@ def balance_layer(layer: Layer, h: Tensor) -> BalancedLayer:
         found = balance(curvature, square)
         value, gap, attained = value + found.value, gap + found.gap, attained and found.attained
         slopes.append(torch.exp(found.x[:, None] + found.y[None]))
-    spread = torch.stack(slopes).unsqueeze(-1).expand(matrix.grouped(h).shape)
-    negative = float(sums.clamp(max=0).abs().sum())
+    shape = matrix.grouped(h).shape
+    spread = torch.stack(slopes).unsqueeze(-1).expand(shape)
+    curved, present = sums.unsqueeze(-1) > 0, squares.unsqueeze(-1) > 0
     return BalancedLayer(
         value,
         gap,
         attained,
-        matrix.ungrouped(torch.where(sums.unsqueeze(-1) > 0, spread, 0.0), h.shape),
-        negative,
+        matrix.ungrouped(torch.where(curved, spread, 0.0), h.shape),
+        matrix.ungrouped(torch.where(present, 1 / spread, 0.0), h.shape),
+        float(sums.clamp(max=0).abs().sum()),
         float(sums.abs().sum()),
     )

@@ -1,0 +1,148 @@
+"""Minimum sharpness and normalized sharpness as penalties, for research.
+
+Both are minima over scales of something linear in the diagonal h of the Hessian,
+
+    S(θ) = min_s Σ_i a_i(s) h_i(θ) + b(s, θ),
+
+so that by the envelope theorem ∇S = Σ_i a_i(s*) ∇h_i + ∇b(s*, ·) with the optimal scales s* held
+fixed. The scales are found exactly, now and then, on data of their own (`refresh`); between, each
+step needs the derivative of Σ_i a_i h_i, which random signs ε give without bias:
+Σ_i a_i h_i = E⟨v, H v⟩ for v = √a ∘ ε.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from saltflat.curvature.settings import Settings
+from saltflat.curvature.stochastic import Hutchinson
+from saltflat.errors import InvalidValue, LossError
+from saltflat.losses import LossLike
+from saltflat.measures.base import Context
+from saltflat.measures.engine import CurvatureEngine
+from saltflat.measures.normalized_sharpness import balance_layer
+from saltflat.risk import Risk, unwrap
+from saltflat.symmetries.balance import least_trace
+from saltflat.training.checks import check_number
+
+Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
+
+
+@final
+class SharpnessPenalty:
+    """strength × a sharpness measure, differentiable through all layers:
+
+        penalty = sf.SharpnessPenalty(model, (x, y), strength=1e-3)
+        loss = criterion(model(x), y)
+        (loss + penalty(loss)).backward()
+
+    Parameters
+    ----------
+    model : the model that is trained.
+    data : what the optimal scales are found on, as in `measure`; a fixed part of the training data.
+    measure : "minimum_sharpness", "neuronwise_minimum_sharpness" or "normalized_sharpness".
+    strength : λ.
+    refresh : the scales are found anew after this many calls.
+    probes : products with the Hessian a call; one is unbiased already.
+    seed : of the random signs.
+
+    `loss` is the loss of the batch, with its graph; the penalty is an unbiased estimate of the
+    measure's linear part on that batch, and so is its gradient, at the last found scales. One call
+    costs about four gradients a probe, and needs a model that can be differentiated three times.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        strength: float = 1e-3,
+        measure: Penalised = "minimum_sharpness",
+        *,
+        loss: LossLike = "cross_entropy",
+        refresh: int = 100,
+        probes: int = 1,
+        seed: int = 0,
+    ) -> None:
+        if measure not in get_args(Penalised):
+            raise InvalidValue(
+                f"measure must be one of {', '.join(get_args(Penalised))}. Got {measure!r}."
+            )
+        for name, count in (("refresh", refresh), ("probes", probes)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise InvalidValue(f"{name} must be a positive integer. Got {count!r}.")
+        self.model, self.data, self.loss, self.measure = model, data, loss, measure
+        self.strength = check_number("strength", strength)
+        self.refresh, self.probes = refresh, probes
+        self.calls = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._weights: dict[str, Tensor] = {}  # √a, by parameter
+        self._norms: dict[str, Tensor] = {}  # what multiplies θ²
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """The penalty for a batch whose loss this is."""
+        if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.requires_grad:
+            raise LossError(
+                "The penalty needs the loss of a batch, a scalar with its graph: "
+                "loss = criterion(model(x), y); loss + penalty(loss)."
+            )
+        if self.strength == 0:
+            return torch.zeros_like(loss, requires_grad=False)
+        if self.calls % self.refresh == 0:
+            self._find()
+        self.calls += 1
+        named = dict(unwrap(self.model).named_parameters())
+        total = self._curvature(loss, {n: named[n] for n in self._weights})
+        for name, weight in self._norms.items():
+            total = total + (weight * named[name].square()).sum()
+        return self.strength * total
+
+    def _curvature(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        wanted = list(parameters.values())
+        gradients = torch.autograd.grad(loss, wanted, create_graph=True, materialize_grads=True)
+        total = torch.zeros_like(loss)
+        for _ in range(self.probes):
+            vectors = [self._probe(name) for name in parameters]
+            inner = torch.stack(
+                [(g * v).sum() for g, v in zip(gradients, vectors, strict=True)]
+            ).sum()
+            products = torch.autograd.grad(inner, wanted, create_graph=True, materialize_grads=True)
+            for product, v in zip(products, vectors, strict=True):
+                total = total + (product * v).sum()
+        return total / self.probes
+
+    def _probe(self, name: str) -> Tensor:
+        root = self._weights[name]
+        bits = torch.randint(0, 2, root.shape, generator=self._generator)
+        return root * (bits * 2 - 1).to(root)
+
+    def _find(self) -> None:
+        """The optimal scales of the model as it is now."""
+        risk = Risk(self.model, self.data, self.loss)
+        with risk.session():
+            engine = CurvatureEngine(risk, "hessian", Hutchinson(), Settings(), 0)
+            diagonal = engine.quantities(frozenset({"diagonal"}))["diagonal"].values
+            context = Context(risk, engine.layers(), {}, 0, engine)
+            slopes: dict[str, Tensor | float] = {}
+            norms: dict[str, Tensor] = {}
+            if self.measure == "normalized_sharpness":
+                for layer in context.layers:
+                    found = balance_layer(layer, diagonal[layer.parameter])
+                    slopes[layer.parameter] = found.slopes
+                    norms[layer.parameter] = found.shrink
+            else:
+                layerwise = self.measure == "minimum_sharpness"
+                group = context.group.only("layer") if layerwise else context.group
+                slopes = dict(least_trace(group, diagonal).slopes)
+        named = dict(unwrap(self.model).named_parameters())
+        self._weights = {
+            name: torch.as_tensor(a, dtype=torch.float64)
+            .sqrt()
+            .to(named[name])
+            .expand(named[name].shape)
+            for name, a in slopes.items()
+        }
+        self._norms = {name: value.to(named[name]) for name, value in norms.items()}
