@@ -44,7 +44,7 @@ def called(loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets) if loss == "cross_entropy" else loss(outputs, targets)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: getattr(loss, "__name__", str(loss)))
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_value_and_gradient_of_the_whole_at_once(loss: Any, chunk: int) -> None:
     model, (x, y) = seeded(tiny), points()

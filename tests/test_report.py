@@ -364,7 +364,7 @@ def custom(o: Tensor, y: Tensor) -> Tensor:
         (custom, "custom"),
         (BY_NAME["dice"].loss, "dice"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_losses_are_named_with_what_matters(loss: Any, text: str) -> None:

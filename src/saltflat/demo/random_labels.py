@@ -66,8 +66,8 @@ def run(console: Console) -> None:
     console.print(
         "Gap: training accuracy on the labels trained with, minus test accuracy on true ones. "
         "τ: Kendall's rank\ncorrelation over the 15 networks, with a 95 % interval by resampling "
-        "them. Labels that are more random make\nboth the gap and most measures larger, so a high "
-        "τ here is a sanity check, not a law.\n"
+        "them. One small experiment on one data\nset: enough to see that scale matters, not to "
+        "choose a measure by.\n"
     )
 
 
@@ -76,7 +76,7 @@ def table(rows: Sequence[tuple[float, float, sf.Report]]) -> Table:
     view = Table(title="Means over three seeds; random labels:", title_justify="left")
     view.add_column("measure", no_wrap=True)
     for share in SHARES:
-        view.add_column(f"{share:.0%}", justify="right")
+        view.add_column(f"{share:.0%}", justify="right", no_wrap=True)
     view.add_column("τ with gap", justify="right", no_wrap=True)
     view.add_column("invariant to")
     gaps = [gap for _, gap, _ in rows]
