@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ def two_layers() -> nn.Sequential:
     return model
 
 
+@cache
 def group_of(name: str) -> tuple[nn.Module, Any, Group]:
     model, example = ready(BY_NAME[name])
     return model, example, symmetries(model, example)

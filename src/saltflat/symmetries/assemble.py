@@ -11,8 +11,8 @@ import torch
 from scipy.sparse import coo_matrix, csr_matrix, vstack
 from torch import Tensor
 
+from saltflat.symmetries.ids import DERIVED, PINNED
 from saltflat.symmetries.propagate import Propagation
-from saltflat.symmetries.scales import DERIVED, PINNED
 from saltflat.symmetries.solve import independent, null_space
 
 Array = np.ndarray[Any, Any]

@@ -16,7 +16,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.scales import ANY, PINNED, Scales, repeat, unique_rows
+from saltflat.symmetries.ids import ANY, PINNED, repeat, unique_rows
+from saltflat.symmetries.scales import Scales
 
 #: products with more terms than this are not written out but pinned
 LARGEST = 20_000_000

@@ -8,8 +8,10 @@ from typing import Any, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from saltflat.session import RandomState, lend
@@ -50,16 +52,18 @@ def liveness(
     state = RandomState(None, next(copied.parameters()).device)
     try:
         everything = {id(p) for p in copied.parameters()}
-        with lend(copied, everything, torch.float64), Widen():  # type: ignore[no-untyped-call]
+        with lend(copied, everything, torch.float64), Widen(), _Leaky():  # type: ignore[no-untyped-call]
             point = _Point(copied, widened(example), output, start)
             for seed in range(POINTS):
                 for name, mask in point.effects(seed).items():
                     if bool(mask.any()):
                         seen.add(name)
                         alive[classes[name][mask].numpy()] = True
-                columns = np.asarray(abs(matrix[alive]).sum(0)).ravel() > 0
-                if columns.all() and len(seen) == len(classes):
-                    break
+                # A parameter without any derivative is looked at below.
+                if seed > 0 or len(seen) == len(classes):
+                    columns = np.asarray(abs(matrix[alive]).sum(0)).ravel() > 0
+                    if columns.all():
+                        break
             # What runs without gradients has an effect all the same.
             for name in set(classes) - seen:
                 if point.matters(name):
@@ -68,6 +72,21 @@ def liveness(
     finally:
         state.restore()
     return Liveness(alive, set(classes) - seen)
+
+
+@final
+class _Leaky(TorchFunctionMode):
+    """LeakyReLU for ReLU: the same parameters have an effect, and no unit is inactive."""
+
+    RELU = (torch.relu, F.relu, torch.Tensor.relu, torch.relu_, torch.Tensor.relu_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self.RELU:
+            return F.leaky_relu(args[0] if args else kwargs["input"], 0.5)
+        return func(*args, **kwargs)
 
 
 @final

@@ -45,6 +45,22 @@ def symmetries(
     output : chooses the tensors that count as the answer, as elsewhere.
     parameters : "all", or "trainable" to keep frozen parameters where they are.
     """
+    inner, movable = _checked(model, parameters)
+    tape = _trace(inner, example, output or logits)
+    named = dict(inner.named_parameters())
+    movable -= _shared(tape, named)
+    found = Propagation(tape, movable)
+    used = found.used()
+    basis = Assembly(found).solve()
+    classes = {n: c for n, c in basis.classes.items() if n in used}
+    live = liveness(inner, example, output or logits, classes, basis.matrix)
+    unseen = tuple(n for n in named if n in movable - used)
+    dead = tuple(n for n in named if n in live.idle or (n in unseen and not tape.recorded))
+    return _group(inner, found, basis.restricted(live.classes), dead, _notes(tape, unseen))
+
+
+def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
+    """The module inside wrappers, and the names of the parameters that may move."""
     if not isinstance(model, nn.Module):
         raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     if parameters not in ("all", "trainable"):
@@ -57,16 +73,7 @@ def symmetries(
     if not movable:
         raise ModelError("The model has no floating point parameters that may be rescaled.")
     _check_parameters(named, movable)
-    tape = _trace(inner, example, output or logits)
-    movable -= _shared(tape, named)
-    found = Propagation(tape, movable)
-    used = found.used()
-    basis = Assembly(found).solve()
-    classes = {n: c for n, c in basis.classes.items() if n in used}
-    live = liveness(inner, example, output or logits, classes, basis.matrix)
-    unseen = tuple(n for n in named if n in movable - used)
-    dead = tuple(n for n in named if n in live.idle or (n in unseen and not tape.recorded))
-    return _group(inner, found, basis.restricted(live.classes), dead, _notes(tape, unseen))
+    return inner, movable
 
 
 def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.symmetries.ids import repeat
 from saltflat.symmetries.pointwise import join
 from saltflat.symmetries.reductions import windows
-from saltflat.symmetries.scales import repeat
 from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, pinned
 from saltflat.symmetries.views import overloads
 

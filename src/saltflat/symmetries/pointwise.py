@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.scales import ANY
+from saltflat.symmetries.ids import ANY
 from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, ids_of, pinned
 from saltflat.symmetries.views import overloads
 

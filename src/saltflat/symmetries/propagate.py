@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.symmetries import linear, pointwise, reductions, views
 from saltflat.symmetries.contraction import Contraction
-from saltflat.symmetries.scales import PINNED, Scales
+from saltflat.symmetries.ids import PINNED
+from saltflat.symmetries.scales import Scales
 from saltflat.symmetries.step import NotUnderstood, Operand, Rule, Step, pinned
 from saltflat.symmetries.tape import Call, Ref, Tape, refs
 

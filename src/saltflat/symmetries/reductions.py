@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.scales import ANY, Scales, repeat
+from saltflat.symmetries.ids import ANY, repeat
+from saltflat.symmetries.scales import Scales
 from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, pinned
 from saltflat.symmetries.views import overloads
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from saltflat.symmetries.contraction import Contraction
-from saltflat.symmetries.scales import ANY, PINNED, Scales
+from saltflat.symmetries.ids import ANY, PINNED
+from saltflat.symmetries.scales import Scales
 
 
 @final

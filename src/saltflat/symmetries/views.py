@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from saltflat.symmetries.scales import ANY, PINNED, repeat
+from saltflat.symmetries.ids import ANY, PINNED, repeat
 from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, ids_of
 
 aten = torch.ops.aten
