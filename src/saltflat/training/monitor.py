@@ -1,0 +1,292 @@
+"""Monitor: measure during training, on a fixed probe set, within a budget of time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self, final
+
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from saltflat.errors import InvalidType, InvalidValue, MissingDependency, ModelError, SaltflatError
+from saltflat.losses import LossLike
+from saltflat.measurement import Measurement
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.planner import _chosen, measure
+from saltflat.report import Report
+from saltflat.risk import Output, Risk, Unpack
+from saltflat.training.checks import check_number
+from saltflat.training.monitor_log import Record, continued
+
+CHEAP = ("hessian_trace", "minimum_sharpness")  # both from one trace
+_FAILED = "why there is no value"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long measuring may take: a share of the time since the monitor was made, and seconds."""
+
+    share: float = math.inf
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.share != math.inf and check_number("The share of a Budget", self.share) > 1:
+            raise InvalidValue(
+                f"The share of a Budget is at most 1. Got {self.share:g}; for a number of seconds "
+                f"pass Budget(seconds={self.share:g})."
+            )
+        if self.seconds != math.inf:
+            check_number("The seconds of a Budget", self.seconds)
+
+    def exceeded(self, spent: float, elapsed: float) -> str | None:
+        """Why nothing may be measured now, or None."""
+        if spent > self.seconds:
+            return f"measuring has taken {spent:.3g} s; the budget is {self.seconds:g} s"
+        if spent > self.share * elapsed:
+            return (
+                f"measuring has taken {spent:.3g} s of {elapsed:.3g} s; the budget is "
+                f"{100 * self.share:g} %"
+            )
+        return None
+
+
+@final
+class Monitor:
+    """Measures a model as it is trained, and keeps a log.
+
+        monitor = Monitor(model, probe, path="sharpness.jsonl")
+        for epoch in range(epochs):
+            for x, y in loader:
+                …
+                optimizer.step()
+                monitor.step()
+            monitor.epoch()
+
+    Parameters
+    ----------
+    model, data, loss : as in `saltflat.measure`. The data are read once, here, and kept: every
+        measurement is on the same samples.
+    measures : names or configured measures.
+    every, steps : measure every so many epochs, every so many steps, or both; by default after
+        every epoch. A loop without epochs calls `step` only, one without steps `epoch` only.
+    budget : the share of the time since the monitor was made that measuring may take, or
+        `Budget(share, seconds)`; None for no limit. Once it is exceeded, measurements are skipped
+        until training has caught up, and the log says so. The first one is always made.
+    path : a file of JSON lines, one a record, each written whole at once. A file that is there is
+        continued: its records are the beginning of `history`, and counting goes on from the last.
+    tensorboard : a folder, or a SummaryWriter. The horizontal axis is the step, or the epoch where
+        no step was counted.
+    samples : how many of the data to keep at most; all by default.
+    options : further arguments of `saltflat.measure`.
+
+    The model is left as found: weights, gradients, mode and random generators. Call it where the
+    weights are those of training, that is not between `perturb()` and `step()` of an optimizer.
+
+    A measure that is not defined for the weights at hand is in `failed` of its record. If nothing
+    can be measured any more, because training has diverged for instance, the record says that too;
+    only at the first measurement it is an error.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        measures: Iterable[str | Measure] = CHEAP,
+        *,
+        loss: LossLike = "cross_entropy",
+        every: int | None = None,
+        steps: int | None = None,
+        budget: float | Budget | None = 0.1,
+        path: str | os.PathLike[str] | None = None,
+        tensorboard: Any = None,
+        samples: int | None = None,
+        unpack: Unpack | None = None,
+        output: Output | None = None,
+        **options: Any,
+    ) -> None:
+        self.every = _positive("every", 1 if every is None and steps is None else every)
+        self.steps = _positive("steps", steps)
+        self.budget = _budget(budget)
+        self._measures = [_Lenient(each) for each in _chosen(measures)]
+        chosen = options.get("parameters", "trainable")
+        risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
+        self._model, self._data = model, _probe(risk, _positive("samples", samples))
+        self._options = {**options, "loss": loss, "output": output, "progress": False}
+        self.path = None if path is None else Path(path)
+        self.history: list[Record] = [] if self.path is None else continued(self.path)
+        self._step = self.history[-1].step if self.history else 0
+        self._epoch = self.history[-1].epoch if self.history else 0
+        self._own_writer = isinstance(tensorboard, str | os.PathLike)
+        self._writer = _summary_writer(tensorboard) if self._own_writer else tensorboard
+        if self._writer is not None and not hasattr(self._writer, "add_scalar"):
+            raise InvalidType(
+                "tensorboard must be a folder or a SummaryWriter. "
+                f"Got {type(tensorboard).__name__}."
+            )
+        self._start, self._spent, self._measured = perf_counter(), 0.0, False
+
+    def step(self, number: int | None = None) -> Record | None:
+        """A step of training is done, the `number`-th; returns the record if one was due."""
+        self._step = self._step + 1 if number is None else number
+        return self._due() if self.steps and self._step % self.steps == 0 else None
+
+    def epoch(self, number: int | None = None, *, step: int | None = None) -> Record | None:
+        """An epoch is done, the `number`-th, `step` steps in all; returns the record, if due."""
+        self._epoch = self._epoch + 1 if number is None else number
+        self._step = self._step if step is None else step
+        return self._due() if self.every and self._epoch % self.every == 0 else None
+
+    def measure(self) -> Record:
+        """Measure now, whatever the budget; before training, for instance."""
+        start = perf_counter()
+        values: dict[str, Measurement] = {}
+        try:
+            with _unheard():
+                report = measure(self._model, self._data, measures=self._measures, **self._options)
+        except SaltflatError as error:
+            if not self._measured:
+                raise
+            failed = {each.name: str(error) for each in self._measures}
+        else:
+            self._measured = True
+            values, failed = _sorted_out(report)
+        seconds = perf_counter() - start
+        self._spent += seconds
+        return self._keep(values, seconds, failed)
+
+    def close(self) -> None:
+        """Close the TensorBoard file, if the monitor opened it."""
+        if self._own_writer:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _due(self) -> Record:
+        reason = self.budget.exceeded(self._spent, perf_counter() - self._start)
+        return self.measure() if reason is None else self._keep({}, 0.0, {}, reason)
+
+    def _keep(
+        self,
+        found: Mapping[str, Measurement],
+        seconds: float,
+        failed: Mapping[str, str],
+        skipped: str | None = None,
+    ) -> Record:
+        record = Record(
+            step=self._step,
+            epoch=self._epoch,
+            values={name: each.value for name, each in found.items()},
+            stderr={name: each.stderr for name, each in found.items()},
+            seconds=seconds,
+            elapsed=perf_counter() - self._start,
+            failed=failed,
+            skipped=skipped,
+        )
+        self.history.append(record)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(record.to_json() + "\n")  # one write: lines are whole or not there
+        if self._writer is not None:
+            for name, value in record.values.items():
+                self._writer.add_scalar(f"saltflat/{name}", value, self._step or self._epoch)
+            self._writer.flush()
+        return record
+
+
+@final
+class _Lenient(Measure):
+    """A measure that is left out where it does not apply, instead of stopping the others."""
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
+        self.name = measure.name  # type: ignore[misc]
+
+    def required(self) -> frozenset[Need]:
+        return self._measure.required()
+
+    def compute(self, context: Context) -> Measurement:
+        try:
+            return self._measure.compute(context)
+        except (NotApplicable, ModelError) as error:
+            return Measurement(
+                name=self.name, value=math.nan, exact=False, details={_FAILED: str(error)}
+            )
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Keep the passes of a measurement from whoever listens to all forward passes.
+
+    An optimizer that perturbs waits that way for the first pass of its next step, to draw the same
+    random numbers in the others.
+    """
+    listeners = hooks._global_forward_pre_hooks, hooks._global_forward_hooks
+    before = [dict(each) for each in listeners]
+    for each in listeners:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, content in zip(listeners, before, strict=True):
+            each.update(content)
+
+
+def _sorted_out(report: Report) -> tuple[dict[str, Measurement], dict[str, str]]:
+    """What has a value, and why the others have none."""
+    found = {name: each for name, each in report.items() if _FAILED not in each.details}
+    failed = {name: each.details[_FAILED] for name, each in report.items() if name not in found}
+    return found, failed
+
+
+def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
+    """The first samples of the data, as pairs of inputs and targets."""
+    kept: list[tuple[Any, Any]] = []
+    left = math.inf if samples is None else samples
+    with risk.session():
+        for batch in risk.batches():
+            part = batch if batch.size <= left else batch.part(0, int(left))
+            kept.append((part.inputs, part.targets))
+            left -= part.size
+            if left <= 0:
+                break
+    return kept
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise InvalidValue(f"{name} must be an integer of at least 1, or None. Got {value!r}.")
+    return value
+
+
+def _budget(budget: float | Budget | None) -> Budget:
+    if budget is None:
+        return Budget(math.inf)
+    return budget if isinstance(budget, Budget) else Budget(budget)
+
+
+def _summary_writer(folder: Any) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingDependency(
+            "Writing for TensorBoard needs the tensorboard package, which is not installed. "
+            "Install it with: pip install tensorboard"
+        ) from error
+    return SummaryWriter(str(folder))
