@@ -156,26 +156,24 @@ def _entropy(ready: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> Callable[
     return build
 
 
-def _memory(run: Step, device: str) -> float | None:
-    """MiB at the peak of one step, above what was there before; on a GPU only."""
-    if device != "cuda":
-        return None
+def _peak(run: Step, before: int) -> float:
+    """MiB at the peak of one step on a GPU, above the bytes that were taken before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**20
+    return float(torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure(name: str, device: str, repeats: int) -> tuple[dict[str, Times], dict[str, float]]:
     timed, memory = {}, {}
     for row, build in steps(name, device).items():
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
         run = build()
         run()
         run()
-        peak = _memory(run, device)
-        if peak is not None:
-            memory[row] = peak
+        if device == "cuda":
+            memory[row] = _peak(run, before)
         timed[row] = Timed(run, lambda: None, clocked(run, device)[0])
     return in_turns(timed, repeats, device), memory
 
