@@ -20,7 +20,7 @@ where that vanishes, every network would pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from saltflat.curvature.layers import Rows, Use
+from saltflat.curvature.layers import LinearUse, Rows, Use
 from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.memory import halving, out_of_memory
 from saltflat.curvature.record import Recorder
@@ -185,15 +185,17 @@ class _Probe:
         found = {}
         for use in self.uses:
             matrix, name = use.matrix(), use.names.get("weight")
-            if matrix is None or name is None or rules[name] == GENERIC:
+            if matrix is None or name is None:
                 continue
+            if rules[name] == GENERIC and isinstance(use, LinearUse) and use.transposed:
+                continue  # a product of two parameters, b @ a: no input of the layer
             # An embedding that is tied to a Linear counts as the Linear.
             if name not in found or matrix.out == 0:
                 found[name] = matrix
         for name, rule in rules.items():
             shape = self.risk.parameters[name].shape
             if rule == GENERIC and len(shape) > 1 and shape.numel() > max(shape):
-                found[name] = Matrix()
+                found.setdefault(name, Matrix())
         return {name: found[name] for name in rules if name in found}
 
     def _normal(self, like: Tensor) -> Tensor:
@@ -270,21 +272,22 @@ class _Probe:
         gradients = dict(zip(self.risk.parameters, truth, strict=True))
         rules = {name: UNUSED if g is None else GENERIC for name, g in gradients.items()}
         dims: dict[str, int] = {}
-        sizes = {name: _largest(g) for name, g in gradients.items() if g is not None}
+        given = {name: g for name, g in gradients.items() if g is not None}
+        sizes = dict(zip(given, _largest(given.values()), strict=True))
         open_ = {name for name, size in sizes.items() if size > 0}
         self.unseen = frozenset(sizes) - open_
         for dim in (0, 1):
             with torch.no_grad():
                 offers = self._offers(Rows(self.batch.size, dim), open_)
-                for name, terms in offers.items():
-                    value = combine([term for _, term in terms]).weighted(weights)
-                    gradient = gradients[name]
-                    assert gradient is not None
-                    if value.shape != gradient.shape:
-                        continue
-                    if _largest(value - gradient) <= self._tolerance(gradient) * sizes[name]:
-                        rules[name], dims[name] = terms[0][0].rule, dim
-                        open_.discard(name)
+                values = {
+                    name: combine([term for _, term in terms]).weighted(weights)
+                    for name, terms in offers.items()
+                }
+            fitting = {n: v - given[n] for n, v in values.items() if v.shape == given[n].shape}
+            for name, error in zip(fitting, _largest(fitting.values()), strict=True):
+                if error <= self._tolerance(given[name]) * sizes[name]:
+                    rules[name], dims[name] = offers[name][0][0].rule, dim
+                    open_.discard(name)
         return rules, dims
 
     def _tolerance(self, like: Tensor) -> float:
@@ -341,10 +344,10 @@ class _Probe:
             )
         except RuntimeError:
             return False  # found out, block by block, by `_nonlinear`
-        for change, delta in zip(changes, deltas, strict=True):
-            if change is not None and not _negligible(change, delta.detach()):
-                return False
-        return True
+        moved = [(c, d.detach()) for c, d in zip(changes, deltas, strict=True) if c is not None]
+        sizes = _largest([*(c for c, _ in moved), *(d for _, d in moved)])
+        bends = zip(moved, sizes[: len(moved)], sizes[len(moved) :], strict=True)
+        return all(change <= _rounding(c) * scale for (c, _), change, scale in bends)
 
     def _scale(self, gradient: Tensor, size: Tensor) -> Tensor:
         """The size of a direction, so large that a change of the gradient along it would show.
@@ -376,12 +379,22 @@ class _Probe:
         return "outputs are not piecewise linear in it"
 
 
-def _largest(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, ord=float("inf")))
+def _largest(tensors: Iterable[Tensor]) -> list[float]:
+    """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
+    norms = [torch.linalg.vector_norm(x, ord=float("inf")) for x in tensors]
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.double() for norm in norms]
+    found: list[float] = torch.stack(norms).tolist() if norms else []
+    return found
+
+
+def _rounding(x: Tensor) -> float:
+    return 16 * float(torch.finfo(x.dtype).eps)
 
 
 def _negligible(change: Tensor, scale: Tensor) -> bool:
-    return _largest(change) <= 16 * torch.finfo(change.dtype).eps * _largest(scale)
+    size, whole = _largest([change, scale])
+    return size <= _rounding(change) * whole
 
 
 def _patch_entries(use: Use) -> int:
