@@ -1,0 +1,235 @@
+"""Hugging Face transformers: a callback that measures, and a Trainer with SAM and FAM.
+
+    trainer = SharpnessTrainer(
+        model=model,
+        args=TrainingArguments(…),
+        train_dataset=data,
+        perturb=lambda base: SAM(base, rho=0.05),
+        fam=FAM(model, layer="classifier", strength=0.1),
+        callbacks=[SharpnessTrainerCallback(probe)],
+    )
+    trainer.train()
+
+For a trainer class of your own: `class MyTrainer(SharpnessTrainerMixin, ThatTrainer): …`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from saltflat.errors import InvalidType, InvalidValue, MissingDependency
+from saltflat.measures.base import Measure
+from saltflat.training.fam import FAM
+from saltflat.training.monitor import CHEAP, Monitor
+from saltflat.training.monitor_log import Record
+from saltflat.training.wrapper import PerturbedOptimizer
+
+try:
+    # The submodules: the package itself makes up names whose own imports fail.
+    import accelerate  # noqa: F401, the Trainer asks for it only when it is made
+    from transformers.trainer import Trainer
+    from transformers.trainer_callback import TrainerCallback
+except ImportError as error:
+    raise MissingDependency(
+        "saltflat.integrations.transformers needs transformers and accelerate, which are not "
+        "both installed. Install them with: pip install saltflat[transformers]"
+    ) from error
+
+
+@final
+class SharpnessTrainerCallback(TrainerCallback):
+    """Measures during training, and logs as `saltflat/<measure>`.
+
+    Parameters
+    ----------
+    data, measures, options : as in `saltflat.training.monitor.Monitor`; `loss`, `budget`, `path`
+        and `samples` among them. Batches are dicts with `labels`, as from a Trainer's loaders.
+    every_n_epochs, every_n_steps : when to measure; by default after every epoch. Steps are those
+        of the optimizer (`state.global_step`).
+
+    A callback does not know its trainer. `SharpnessTrainerMixin` introduces itself, another one is
+    introduced by `callback.attach(trainer)`; values then go wherever `trainer.log` writes. Without
+    that they are in `state.log_history` only. A measurement that the budget did not allow is logged
+    as `saltflat/skipped`. On several ranks the first one measures.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        measures: Iterable[str | Measure] = CHEAP,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._data, self._measures = data, tuple(measures)
+        self._options = {**options, "every": every_n_epochs, "steps": every_n_steps}
+        self._trainer: Any = None
+        self.monitor: Monitor | None = None
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of the monitor."""
+        return [] if self.monitor is None else self.monitor.history
+
+    def attach(self, trainer: Any) -> None:
+        """Log through this trainer."""
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.monitor = Monitor(kwargs["model"], self._data, self._measures, **self._options)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            self._log(state, control, self.monitor.step(state.global_step))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            record = self.monitor.epoch(round(state.epoch), step=state.global_step)
+            self._log(state, control, record)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+
+    def _log(self, state: Any, control: Any, record: Record | None) -> None:
+        if record is None:
+            return
+        values = {f"saltflat/{name}": value for name, value in record.values.items()}
+        if record.skipped is not None:
+            values["saltflat/skipped"] = 1.0
+        if self._trainer is not None:
+            due = control.should_log  # which a log in between would take for done
+            self._trainer.log(values)
+            control.should_log = due
+        else:
+            where = {"epoch": state.epoch, "step": state.global_step}
+            state.log_history.append({**values, **where})
+
+
+class SharpnessTrainerMixin:
+    """What a Trainer needs for optimizers that perturb the weights, and for FAM.
+
+    Parameters
+    ----------
+    perturb : makes such an optimizer of the one that the trainer would use, e.g.
+        `lambda base: SAM(base, rho=0.05)`. One may also be handed over in `optimizers=`.
+    fam : a penalty that is added to the loss in training. Its own loss is the mean over a batch of
+        the cross-entropy unless it was given another (`FAM(…, loss=…)`, label smoothing).
+
+    Gradient accumulation: the perturbed passes go over all micro-batches of the step, which are
+    kept until then. With a penalty the loss is the mean over a micro-batch, and the gradient that
+    of the mean over micro-batches: `num_items_in_batch` is not used, as a penalty has no such
+    count. The gradient norm that is clipped and logged is that of the step. With `fp16`, a step
+    that overflowed is left out but the learning rate moves on.
+
+    DeepSpeed and FSDP are refused: the norm of a gradient would be that of a shard.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        perturb: Callable[[Optimizer], PerturbedOptimizer] | None = None,
+        fam: FAM | None = None,
+        **options: Any,
+    ) -> None:
+        if perturb is not None and not callable(perturb):
+            raise InvalidType(
+                "perturb must be a function from an optimizer to one around it, e.g. "
+                f"lambda base: SAM(base, rho=0.05). Got {type(perturb).__name__}."
+            )
+        if fam is not None and not isinstance(fam, FAM):
+            raise InvalidType(f"fam must be a saltflat FAM. Got {type(fam).__name__}.")
+        self._perturb, self.fam = perturb, fam
+        self._kept: list[tuple[dict[str, Any], Any]] = []  # the micro-batches of the step so far
+        super().__init__(*arguments, **options)
+        mine: Any = self
+        if fam is not None:
+            if mine.compute_loss_func is not None and mine.args.gradient_accumulation_steps > 1:
+                raise InvalidValue(
+                    "With compute_loss_func and gradient accumulation FAM cannot know how the loss "
+                    "is normalized. Override compute_loss instead, and add the penalty there."
+                )
+            mine.model_accepts_loss_kwargs = False  # the loss is a mean over the micro-batch
+        for callback in mine.callback_handler.callbacks:
+            if isinstance(callback, SharpnessTrainerCallback):
+                callback.attach(self)
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        self._kept = []  # a run may have stopped within a step
+        return super().train(*arguments, **options)  # type: ignore[misc]
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        mine: Any = self
+        super().create_optimizer(*arguments, **options)  # type: ignore[misc]
+        if self._perturb is not None and _perturbing(mine.optimizer) is None:
+            mine.optimizer = self._perturb(mine.optimizer)
+            if not isinstance(mine.optimizer, PerturbedOptimizer):
+                raise InvalidType(
+                    "perturb must return an optimizer that perturbs, like SAM. "
+                    f"Got {type(mine.optimizer).__name__}."
+                )
+        return mine.optimizer
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any
+    ) -> Any:
+        labels = inputs.get("labels")
+        loss, outputs = super().compute_loss(  # type: ignore[misc]
+            model, inputs, return_outputs=True, **options
+        )
+        if self.fam is not None and model.training and torch.is_grad_enabled():
+            if labels is None:
+                raise InvalidValue("FAM needs the labels of a batch, and this one has no 'labels'.")
+            loss = loss + self.fam(labels)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Tensor:
+        mine: Any = self
+        step = super().training_step  # type: ignore[misc]
+        optimizer = _perturbing(mine.optimizer)
+        if optimizer is None:
+            loss: Tensor = step(model, inputs, *arguments, **options)
+            return loss
+        if mine.is_deepspeed_enabled or mine.is_fsdp_enabled:
+            raise InvalidValue(
+                f"{type(optimizer).__name__} needs whole gradients on every rank. Got "
+                f"{'DeepSpeed' if mine.is_deepspeed_enabled else 'FSDP'}; use DDP."
+            )
+        self._kept.append((dict(inputs), (arguments, options)))
+        loss = step(model, inputs, *arguments, **options)
+        if mine.accelerator.sync_gradients:
+            kept, self._kept = self._kept, []
+            self._perturbed_passes(optimizer, model, step, kept)
+        return loss
+
+    def _perturbed_passes(
+        self, optimizer: PerturbedOptimizer, model: Any, step: Any, kept: list[Any]
+    ) -> None:
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        try:
+            while optimizer.perturb(accelerator.scaler):
+                for index, (inputs, (arguments, options)) in enumerate(kept, start=1):
+                    last = index == len(kept)
+                    with nullcontext() if last else accelerator.no_sync(model=model):
+                        step(model, dict(inputs), *arguments, **options)
+        except BaseException:
+            optimizer.restore()
+            raise
+
+
+class SharpnessTrainer(SharpnessTrainerMixin, Trainer):  # type: ignore[misc]
+    """The Trainer of transformers with `SharpnessTrainerMixin`."""
+
+
+def _perturbing(optimizer: Any) -> PerturbedOptimizer | None:
+    """The optimizer itself, out of what accelerate wraps around it."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, PerturbedOptimizer) else None
