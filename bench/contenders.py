@@ -11,7 +11,7 @@ import saltflat
 from bench import peers
 from bench.cases import Problem
 from bench.peers import Run, Values
-from saltflat.curvature.certify import clear_cache
+from saltflat.curvature.cache import clear_cache
 
 
 @dataclass(frozen=True)

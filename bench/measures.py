@@ -17,7 +17,7 @@ import saltflat
 from bench.cases import CASES, Problem, prepare
 from bench.device import configure, describe
 from bench.timing import Timed, clocked, in_turns
-from saltflat.curvature.certify import clear_cache
+from saltflat.curvature.cache import clear_cache
 from saltflat.measures import Measure, RelativeFlatness
 
 MOST = 1.3

@@ -11,7 +11,7 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.certify import clear_cache
+from saltflat.curvature.cache import clear_cache
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat as sf
-from saltflat.curvature.certify import clear_cache
+from saltflat.curvature.cache import clear_cache
 from saltflat.measures import (
     MEASURES,
     Context,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature import spectrum
-from saltflat.curvature.certify import GENERIC, UNUSED, Plan, Signature
 from saltflat.curvature.exact import NotCertified, Pass, Requests, TooManyDirections
 from saltflat.curvature.factors import NotAdditive, direction_count
 from saltflat.curvature.features import feature_scale
 from saltflat.curvature.matrix import Matrix
+from saltflat.curvature.plan import GENERIC, UNUSED, Plan, Signature
 from saltflat.curvature.probes import estimate_form
 from saltflat.curvature.products import Curvature, Products
 from saltflat.curvature.quadratic import Weight

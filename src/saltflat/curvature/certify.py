@@ -19,120 +19,29 @@ where that vanishes, every network would pass.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature.layers import LinearUse, Rows, Use
 from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.memory import halving, out_of_memory
+from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.plan import (
+    GENERIC,
+    UNUSED,
+    Plan,
+    channels_last,
+    fits,
+    patch_entries,
+    signature,
+)
 from saltflat.curvature.record import Recorder
 from saltflat.curvature.terms import Term, combine
-from saltflat.curvature.traits import traits
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
 from saltflat.session import full_precision
-
-GENERIC = "per-sample"
-UNUSED = "unused"
-
-Signature = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a probe found; it holds for batches whose forward pass makes the same calls."""
-
-    samples: int
-    coupled: bool  # outputs of one sample depend on others
-    rules: Mapping[str, str]  # parameter -> rule, GENERIC or UNUSED
-    dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
-    matrices: Mapping[str, Matrix]  # the weight matrices among the parameters
-    certified: Mapping[str, bool]
-    reasons: Mapping[str, str]
-    unseen: frozenset[str]  # parameters with no gradient on the probed samples: nothing is known
-    signature: Signature
-    channels_last: bool
-    width: int  # bytes of an output entry
-    outputs: torch.Size  # a sample's
-    activations: int  # output entries of the recorded operations, a sample
-    kept: int  # of these, what is kept of every direction until it is contracted
-    inputs: int  # input entries of the recorded operations, a sample
-    patches: int  # entries of the largest patch matrix, a sample
-
-    def serves(self, uses: Sequence[Use], samples: int) -> bool:
-        """Whether a forward pass made the calls that this plan was made for."""
-        return signature(uses) == self.signature and all(
-            fits(use, Rows(samples, self.dims[name]))
-            for use in uses
-            for name in use.names.values()
-            if name in self.dims
-        )
-
-
-def fits(use: Use, rows: Rows) -> bool:
-    """Whether a use's input and output can have the samples where `rows` says."""
-    both = rows.fits(use.shape) and rows.fits((*use.input.shape, 1))
-    return both and rows.dim in use.dims
-
-
-def signature(uses: Sequence[Use]) -> Signature:
-    return tuple((use.rule, tuple(use.names.values())) for use in uses)
-
-
-_CACHE: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Plan]] = weakref.WeakKeyDictionary()
-
-
-def clear_cache() -> None:
-    """Forget every certificate."""
-    _CACHE.clear()
-
-
-def plan_for(risk: Risk, batch: Batch) -> Plan:
-    """The plan for batches like this one, from the cache or by probing its first samples."""
-    few = batch.part(0, probe_size(batch.size))
-    key = (_shapes(few), tuple(risk.parameters), risk.dtype, traits(risk.model))
-    known = _CACHE.setdefault(risk.model, {})
-    if key in known:
-        return known[key]
-    plan = halving(lambda size: probe(risk, few.part(0, size)), few.size)
-    size = few.size
-    while plan.unseen and size < min(batch.size, _ENOUGH):
-        size *= 4
-        plan = halving(lambda most: probe(risk, batch.part(0, most)), min(size, batch.size))
-    if not plan.unseen:
-        known[key] = plan
-    return plan
-
-
-_ENOUGH = 32  # samples to look through for one that moves every parameter
-
-
-def probe_size(samples: int) -> int:
-    """How many samples to probe: a few, and no more than a small share of the work ahead."""
-    return samples if samples <= 4 else min(8, max(2, samples // 32))
-
-
-def _shapes(batch: Batch) -> Hashable:
-    return batch.size > 1, tuple(
-        (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
-        for t in tree_leaves(batch.inputs)
-    )
-
-
-def channels_last(batch: Batch) -> Batch:
-    """The batch with images laid out channels last, which convolutions like best."""
-
-    def lay(leaf: Any) -> Any:
-        image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()
-        return leaf.contiguous(memory_format=torch.channels_last) if image else leaf
-
-    return Batch(tree_map(lay, batch.inputs), batch.targets, batch.size, batch.where)
 
 
 def probe(risk: Risk, batch: Batch) -> Plan:
@@ -177,7 +86,7 @@ class _Probe:
             activations=sum(use.shape.numel() for use in self.uses) // n,
             kept=sum(use.shape.numel() for use in self.uses if use.keeps) // n,
             inputs=sum(use.input.numel() for use in self.uses) // n,
-            patches=max((_patch_entries(use) for use in self.uses), default=0) // n,
+            patches=max((patch_entries(use) for use in self.uses), default=0) // n,
         )
 
     def _matrices(self, rules: Mapping[str, str]) -> dict[str, Matrix]:
@@ -395,15 +304,3 @@ def _rounding(x: Tensor) -> float:
 def _negligible(change: Tensor, scale: Tensor) -> bool:
     size, whole = _largest([change, scale])
     return size <= _rounding(change) * whole
-
-
-def _patch_entries(use: Use) -> int:
-    window = getattr(use, "window", None)
-    if window is None:
-        return use.input.numel()
-    taps = 1
-    for k in window.kernel:
-        taps *= k
-    positions = use.shape[2:].numel() if use.rule == "conv" else use.input.shape[2:].numel()
-    channels = use.input.shape[1] if use.rule == "conv" else use.shape[1]
-    return int(use.shape[0] * channels * taps * positions)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.curvature.certify import Plan
 from saltflat.curvature.layers import Rows, Use
 from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.plan import Plan
 
 # Below this many entries a direction, on a CPU, the overhead of separate backward passes is
 # larger than what batching them costs.

@@ -15,19 +15,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.certify import (
-    GENERIC,
-    UNUSED,
-    Plan,
-    channels_last,
-    plan_for,
-    probe,
-)
+from saltflat.curvature.cache import plan_for
+from saltflat.curvature.certify import probe
 from saltflat.curvature.directions import aligned, backward, live_uses, sample_dim
 from saltflat.curvature.factors import Additivity, Factor, direction_count, factor
 from saltflat.curvature.generic import PerSample
 from saltflat.curvature.layers import Rows, Use
 from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.plan import GENERIC, UNUSED, Plan, channels_last
 from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, FISHER, Kind, reduce, shape
 from saltflat.curvature.record import Recorder

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from saltflat.curvature.certify import Plan, plan_for
+from saltflat.curvature.cache import plan_for
 from saltflat.curvature.factors import classify
 from saltflat.curvature.memory import halving
+from saltflat.curvature.plan import Plan
 from saltflat.curvature.settings import Settings
 from saltflat.errors import DataError
 from saltflat.losses import CustomLoss, JointLoss, Loss, scalar
