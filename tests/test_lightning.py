@@ -186,11 +186,21 @@ def test_clipping_by_norm(kind: type[Net]) -> None:
     assert far(module.net, by_hand()[0])
 
 
-def test_accumulation_is_wrong_without_the_mixin() -> None:
-    """Why it is refused: here nothing asks."""
-    module = Net()
-    fit(module, batch=4, accumulate_grad_batches=2)
-    assert far(module.net, by_hand(batch=8)[0])
+def test_accumulation_without_the_mixin_is_refused() -> None:
+    with pytest.raises(sf.InvalidValue, match="does not clear the gradients"):
+        fit(Net(), batch=4, accumulate_grad_batches=2)
+
+
+def test_a_manual_step_without_a_closure_is_refused() -> None:
+    class Plain(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    with pytest.raises(sf.InvalidValue, match=r"optimizer.step\(closure\)"):
+        fit(Plain("closure"))
 
 
 @pytest.mark.parametrize("fam", [False, True], ids=["", "FAM"])

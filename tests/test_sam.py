@@ -283,3 +283,53 @@ def test_zero_gradient_is_no_perturbation() -> None:
     (0 * w).sum().backward()
     optimizer.perturb()
     assert torch.equal(w, torch.zeros(3))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_closure_must_clear_the_gradients(set_to_none: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    cleared = True
+
+    def closure() -> Tensor:
+        if cleared:
+            optimizer.zero_grad(set_to_none)
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    cleared = False
+    before = [p.detach().clone() for p in model.parameters()]
+    kept = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(SaltflatError, match="does not clear the gradients"):
+        optimizer.step(closure)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert torch.equal(model.weight.grad, kept[0])
+    optimizer.zero_grad()
+    optimizer.step(closure)
+
+
+def test_an_error_in_the_closure_keeps_the_gradients() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+
+    def closure() -> Tensor:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+def test_a_closure_must_make_gradients() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.closure_accumulates = True  # as gradients are there already
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(SaltflatError, match="no gradients at the perturbed weights"):
+        optimizer.step(lambda: None)
+    assert torch.equal(model.weight, before)

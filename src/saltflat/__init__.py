@@ -21,6 +21,7 @@ from saltflat.symmetries.group import Group
 from saltflat.training.bn_sharpness import BNSharpnessSGD
 from saltflat.training.entropy_sgd import EntropySGD
 from saltflat.training.fam import FAM
+from saltflat.training.monitor import Budget, Monitor
 from saltflat.training.sam import SAM
 from saltflat.training.sharpness_penalty import SharpnessPenalty
 from saltflat.version import __version__
@@ -30,6 +31,7 @@ __all__ = [
     "SAM",
     "Audit",
     "BNSharpnessSGD",
+    "Budget",
     "Certificate",
     "Comparison",
     "DataError",
@@ -45,6 +47,7 @@ __all__ = [
     "Measurement",
     "MissingDependency",
     "ModelError",
+    "Monitor",
     "Report",
     "SaltflatError",
     "SharpnessPenalty",

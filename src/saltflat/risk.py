@@ -89,7 +89,7 @@ class Risk:
         self.output = output or logits
         everything = dict(self.model.named_parameters())
         self.parameters = _choose(everything, parameters)
-        _check_parameters(everything, set(self.parameters))
+        check_parameters(everything, set(self.parameters))
         measured = {id(p) for p in self.parameters.values()}
         self.frozen = tuple(
             n for n, p in everything.items() if id(p) not in measured and not p.requires_grad
@@ -302,7 +302,7 @@ def _choose(
     return chosen
 
 
-def _check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> None:
+def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> None:
     for name, p in everything.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"Parameter {name!r} is lazy: run the model once before measuring.")

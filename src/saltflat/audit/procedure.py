@@ -22,7 +22,7 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import LossLike
 from saltflat.measures import MEASURES
 from saltflat.measures.base import Measure
-from saltflat.measures.planner import _chosen, _strategy
+from saltflat.measures.planner import chosen_measures, estimator_of
 from saltflat.report.progress import Callback, reporting
 from saltflat.risk import Output, Risk, Unpack, unwrap
 from saltflat.symmetries.find import symmetries
@@ -84,7 +84,7 @@ def audit(
     chosen = _measures(measures, functions or {})
     _check(elements, spread)
     settings = checked_settings(max_directions, memory_budget, "sample")
-    strategy = _strategy(estimator, seed)
+    strategy = estimator_of(estimator, seed)
     with reporting(progress) as step:
         step("symmetries", 0, 1)
         wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
@@ -141,7 +141,7 @@ def _measures(
         measures = list(measures)
         if not measures and functions:
             return []
-    chosen = _chosen(measures)
+    chosen = chosen_measures(measures)
     for measure in chosen:
         if measure.name in functions:
             raise InvalidValue(f"{measure.name!r} is a measure; give the function another name.")

@@ -20,7 +20,7 @@ from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure, NotApplicable
 from saltflat.measures.engine import CurvatureEngine
-from saltflat.measures.planner import _compute, _kinds
+from saltflat.measures.planner import compute_one, kinds_of
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState
 from saltflat.symmetries.group import Group
@@ -69,13 +69,13 @@ class Panel:
         found: dict[str, Reading | str] = {}
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kinds = frozenset[Quantity]().union(*(_kinds(m) for m in self.measures))
+            kinds = frozenset[Quantity]().union(*(kinds_of(m) for m in self.measures))
             quantities = engine.quantities(kinds) if kinds else {}
             # A rescaled model has the same rescalings, so they need not be found again.
             context = Context(risk, engine.layers(), quantities, self.seed, engine, self.group)
             for measure in self.measures:
                 try:
-                    found[measure.name] = Reading.of(_compute(measure, context))
+                    found[measure.name] = Reading.of(compute_one(measure, context))
                 except (NotApplicable, ModelError) as reason:
                     found[measure.name] = str(reason)
         self.warnings += [w for w in engine.warnings if w not in self.warnings]

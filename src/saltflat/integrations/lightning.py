@@ -8,8 +8,8 @@ Return them from `configure_optimizers`. As they stand, without `SharpnessModule
   with SAM, `bf16-mixed`, and true half or double precision.
 - `training_step` runs once for each pass, and what it logs is logged each time: `on_step` shows the
   loss at the perturbed weights, `on_epoch` the mean over all passes.
-- `accumulate_grad_batches` would be wrong without a word, as the perturbed pass sees the last
-  micro-batch only. `16-mixed` is refused by the optimizer: Lightning gives it no closure.
+- `accumulate_grad_batches` is refused by the optimizer, as the perturbed pass would see the last
+  micro-batch only, and so is `16-mixed`, for which Lightning gives it no closure.
 
 With the mixin all of these are right, and what cannot be is an error before the first step: sharded
 strategies (the norm of a gradient would be that of a shard), clipping that changes the direction of
@@ -17,7 +17,7 @@ perturbation (by value; for BNSharpnessSGD also by norm), and clipping with `16-
 
 Manual optimization: `optimizer = self.optimizers()`, then `optimizer.step(closure)`, where the
 closure clears the gradients, calls `self.manual_backward(loss)` and returns the loss. NOT
-`optimizer.step()`: Lightning turns that into a closure which does nothing. Pass by pass it is
+`optimizer.step()`, an error: Lightning makes of it a closure that does nothing. Pass by pass it is
 `optimizer.optimizer.perturb()` and `optimizer.optimizer.step()`, which Lightning does not count in
 `global_step`; with `16-mixed`, `optimizer.optimizer.perturb(scaler)` and then `optimizer.step()`.
 
@@ -180,6 +180,7 @@ class SharpnessModuleMixin:
                 )
             passes = _Passes(self, found, optimizer_closure, kept)
             optimizer_closure = passes if passes.scaler is None else passes.all_of_them
+            found.closure_accumulates = True
         super().optimizer_step(  # type: ignore[misc]
             epoch, batch_idx, optimizer, optimizer_closure
         )

@@ -58,9 +58,9 @@ def measure(
     progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
     Other arguments as in `trace`.
     """
-    chosen = _chosen(measures)
+    chosen = chosen_measures(measures)
     settings = checked_settings(max_directions, memory_budget, certify)
-    strategy = _strategy(estimator, seed)
+    strategy = estimator_of(estimator, seed)
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     risk.watched.on = True
     engine = CurvatureEngine(risk, curvature, strategy, settings, seed)
@@ -70,7 +70,7 @@ def measure(
     with reporting(progress) as step, risk.session():
         step("curvature", 0, len(chosen) + 1)
         start = perf_counter()
-        kinds = frozenset[Kind]().union(*(_kinds(m) for m in chosen))
+        kinds = frozenset[Kind]().union(*(kinds_of(m) for m in chosen))
         quantities = engine.quantities(kinds) if kinds else {}
         context = Context(risk, engine.layers(), quantities, seed, engine)
         seconds["curvature"] = perf_counter() - start
@@ -78,7 +78,7 @@ def measure(
             step(each.name, index + 1, len(chosen) + 1)
             start = perf_counter()
             try:
-                done[each.name] = _compute(each, context)
+                done[each.name] = compute_one(each, context)
             except (NotApplicable, ModelError) as reason:
                 if measures is not None:
                     raise
@@ -112,17 +112,20 @@ def compare(
     return Comparison(reports)
 
 
-def _kinds(measure: Measure) -> frozenset[Kind]:
+def kinds_of(measure: Measure) -> frozenset[Kind]:
+    """The curvature that a measure needs."""
     return cast(frozenset[Kind], measure.required() & (CURVATURE | FISHER))
 
 
-def _compute(measure: Measure, context: Context) -> Measurement:
+def compute_one(measure: Measure, context: Context) -> Measurement:
+    """The measure of the model in `context`, or `NotApplicable`."""
     if not context.layers and not measure.name.startswith("hessian_"):
         raise NotApplicable("The model has no weight matrix among its measured parameters.")
     return measure.compute(context)
 
 
-def _chosen(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
+def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
+    """The measures that these names and measures stand for; all of them for None."""
     if measures is None:
         return [kind() for kind in MEASURES.values()]
     if isinstance(measures, str):
@@ -149,7 +152,8 @@ def _wrong(each: object) -> str:
     return type(each).__name__
 
 
-def _strategy(estimator: Hutchinson | None, seed: int) -> Hutchinson:
+def estimator_of(estimator: Hutchinson | None, seed: int) -> Hutchinson:
+    """The strategy for what is estimated."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise InvalidType(f"seed must be an integer. Got {seed!r}.")
     if estimator is None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.risk import _check_parameters, logits, unwrap
+from saltflat.risk import check_parameters, logits, unwrap
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.dead import liveness
@@ -72,7 +72,7 @@ def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
     }
     if not movable:
         raise ModelError("The model has no floating point parameters that may be rescaled.")
-    _check_parameters(named, movable)
+    check_parameters(named, movable)
     return inner, movable
 
 

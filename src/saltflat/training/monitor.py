@@ -19,7 +19,7 @@ from saltflat.errors import InvalidType, InvalidValue, MissingDependency, ModelE
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
-from saltflat.measures.planner import _chosen, measure
+from saltflat.measures.planner import chosen_measures, measure
 from saltflat.report import Report
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.training.checks import check_number
@@ -115,7 +115,7 @@ class Monitor:
         self.every = _positive("every", 1 if every is None and steps is None else every)
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
-        self._measures = [_Lenient(each) for each in _chosen(measures)]
+        self._measures = [_Lenient(each) for each in chosen_measures(measures)]
         chosen = options.get("parameters", "trainable")
         risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))

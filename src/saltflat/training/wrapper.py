@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     # GradScaler then calls `step` also after an overflow, so that the weights are put back.
     _step_supports_amp_scaling = True
+    # Whether the closure adds to gradients from before, and makes up for it in perturbed passes.
+    closure_accumulates = False
     # Whether the gradients of the first passes may come multiplied by a GradScaler's scale.
     _scale_free = True
 
@@ -124,15 +127,45 @@ class PerturbedOptimizer(Optimizer, ABC):
             )
         self._replay.mark()
         try:
-            with torch.enable_grad():
+            with self._must_clear(), torch.enable_grad():
                 loss = closure()
             while not self._neutral() and (stage := self._advance()) is not None:
                 with torch.enable_grad():
                     self._evaluate((own or {}).get(stage), closure)
+                if all(p.grad is None for g in self.param_groups for p in g["params"]):
+                    raise InvalidValue(
+                        "The closure left no gradients at the perturbed weights. It must compute "
+                        "the loss and call backward() each time it is called."
+                    )
         except BaseException:
             self.restore()
             raise
         return loss
+
+    @contextmanager
+    def _must_clear(self) -> Iterator[None]:
+        """Refuse a closure that adds to gradients from before: perturbed passes lack those."""
+        old = [(p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if not old or self._neutral() or self.closure_accumulates:
+            yield
+            return
+        p, gradient = old[0]
+        p.grad = mark = torch.full_like(gradient, torch.nan)
+        try:
+            yield
+        except BaseException:
+            if p.grad is mark:
+                p.grad = gradient
+            raise
+        if p.grad is mark and bool(mark.isnan().all()):
+            p.grad = gradient
+            raise InvalidValue(
+                "The closure does not clear the gradients, so the perturbed passes would lack "
+                "those from before. Begin it with zero_grad(); to accumulate gradients, go over "
+                "all micro-batches in it. (In Lightning derive the module from "
+                "saltflat.integrations.SharpnessModuleMixin; in manual optimization call "
+                "optimizer.step(closure), not step().)"
+            )
 
     def _evaluate(self, own: Closure | None, closure: Closure) -> None:
         if own is None:
