@@ -35,6 +35,10 @@ class Loss(ABC):
     def normaliser(self, outputs: Tensor, targets: Any) -> float:
         """What these samples add to the divisor of a mean."""
 
+    def counted(self, outputs: Tensor, targets: Any) -> int:
+        """How many of the samples count at all."""
+        return len(outputs)
+
     def check(self, outputs: Tensor, targets: Any, where: str) -> None:  # noqa: B027
         """Refuse targets that do not fit the outputs; `where` names the batch."""
 
@@ -136,6 +140,11 @@ class CrossEntropy(Loss):
         if self.weight is None:
             return float((targets != self.ignore_index).sum())
         return float(self._weights(logits, targets)[1].sum())
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> int:
+        if targets.is_floating_point():
+            return len(outputs)
+        return int((targets != self.ignore_index).reshape(len(targets), -1).any(1).sum())
 
     def check(self, outputs: Tensor, targets: Any, where: str) -> None:
         _check_tensor(targets, self.name, where)

@@ -14,6 +14,10 @@ from saltflat.errors import DataError
 _WORD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed integer
 
 
+class ChangedData(DataError):
+    """The data were not the same on two passes."""
+
+
 @final
 @dataclass(slots=True)
 class Tally:
@@ -43,8 +47,11 @@ class Watch:
             return
         hashes = torch.zeros(size, dtype=torch.int64)
         for leaf in tree_leaves(content):
-            if isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size:
-                hashes = hashes * 31 + self._hash(leaf).cpu()
+            if not isinstance(leaf, Tensor):
+                continue
+            # What all samples share (a mask) is part of each of them.
+            own = leaf.ndim > 0 and len(leaf) == size
+            hashes = hashes * 31 + self._hash(leaf if own else leaf.reshape(1, -1)).cpu()
         mixed = (hashes ^ (hashes >> 29)) * _WORD
         tally.checksum = (tally.checksum + int(mixed.sum())) % 2**64
         tally.samples += size
@@ -57,7 +64,7 @@ class Watch:
         if self.first is None:
             self.first = tally
         elif tally.checksum != self.first.checksum:
-            raise DataError(
+            raise ChangedData(
                 f"The data differ between two passes ({self.first.samples} samples, then "
                 f"{tally.samples}): random augmentation, perhaps. What is measured needs several "
                 "passes over the same samples; switch the augmentation off, or pass list(loader)."

@@ -77,7 +77,7 @@ class Pass:
         self.weights, self.settings, self.draw = weights or {}, settings, draw
         self.must_be_linear = must_be_linear
         self.certified = 0  # samples that the certificate speaks for
-        self.samples = 0
+        self.counted = 0  # samples that the loss does not ignore
         self.normaliser = 0.0
         self.rules: dict[str, set[str]] = {name: set() for name in requests}
         self.sums: dict[tuple[Kind, str], Tensor] = {}
@@ -103,7 +103,7 @@ class Pass:
             self._additivity.finish()
         scale = divisor(self.loss, self.normaliser)
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
-        fisher = scale**2 / self.samples if self.loss.mean else float(self.samples)
+        fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
         return {
             (kind, name): value / (fisher if kind == "fisher" else scale)
             for (kind, name), value in self.sums.items()
@@ -116,7 +116,7 @@ class Pass:
             chunk = batch.part(start, start + size)
             self._pending = {}
             try:
-                normaliser = self._samples(chunk, index, start, plan)
+                normaliser, counted = self._samples(chunk, index, start, plan)
             except RuntimeError as error:
                 if plan.channels_last and not out_of_memory(error):
                     plan = replace(plan, channels_last=False)  # it may not bear that layout
@@ -134,7 +134,7 @@ class Pass:
             if self.settings.certify == "all":
                 self.certified += size
             self.normaliser += normaliser
-            self.samples += size
+            self.counted += counted
             for key, value in self._pending.items():
                 self.sums[key] += value
             start += size
@@ -159,8 +159,9 @@ class Pass:
         weights = sum(p.numel() * p.element_size() for p in self.risk.parameters.values())
         return self.settings.budget(self.risk.device, weights)
 
-    def _samples(self, chunk: Batch, index: int, first: int, plan: Plan) -> float:
-        """Put the chunk's sums into `_pending`; return its part of the normaliser."""
+    def _samples(self, chunk: Batch, index: int, first: int, plan: Plan) -> tuple[float, int]:
+        """Put the chunk's sums into `_pending`; return its part of the normaliser, and how many
+        samples count."""
         if plan.channels_last:
             chunk = channels_last(chunk)
         with Recorder(self.risk.parameters) as recorder:
@@ -178,7 +179,7 @@ class Pass:
                 self._directions_of(chunk, outputs, recorder.uses, plan, columns, sign, kinds)
         for name, rules in self.rules.items():
             rules.add(plan.rules[name])
-        return normaliser
+        return normaliser, self.loss.counted(outputs, chunk.targets)
 
     def _wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]

@@ -35,7 +35,7 @@ class Layer:
     parameter: str
     matrix: Matrix
     weight: Tensor  # detached, in the dtype of the computation
-    kind: str  # the rule that serves it: "linear", "conv", …
+    kind: str  # of its last call: "linear", "conv", …; "per-sample" if no rule knows it
     position: int = -1  # of its last call in a forward pass, −1 if no rule saw one
 
 
@@ -138,7 +138,9 @@ class Measure(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, for the report."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        plain = (bool, int, float, str, type(None))
+        return {name: v if isinstance(v, plain) else repr(v) for name, v in values.items()}
 
     def required(self) -> frozenset[Need]:
         """What these settings need; by default `needs`."""

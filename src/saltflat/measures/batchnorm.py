@@ -43,7 +43,7 @@ class BatchStatistics(TorchFunctionMode):
         if x.numel() == x.shape[1]:
             raise DataError(
                 f"BatchNorm sees one value a channel in {self.where}, which has no spread. Batch "
-                "statistics need two samples or more; leave the last batch out (drop_last=True)."
+                "statistics need two samples or more; leave that batch out or make it larger."
             )
         return func(**bound | {"running_mean": None, "running_var": None, "training": True})
 

@@ -55,14 +55,19 @@ class CurvatureEngine:
         """The weight matrices, in `named_parameters` order."""
         if self.found is None:  # nothing was asked for yet: a look at the model is enough
             self.found = self._blocks(frozenset(), 0).find()
-        last = {name: k for k, (_, names) in enumerate(self.found.calls) for name in names}
+        last, kinds = dict[str, int](), dict(self.found.rules)
+        for position, (rule, names) in enumerate(self.found.calls):
+            # What a layer is does not depend on the rule that serves it: one that is dead on the
+            # probed samples is served by another.
+            last |= dict.fromkeys(names, position)
+            kinds |= dict.fromkeys(names, rule)
         return [
             Layer(
                 name.removesuffix(".weight") or name,
                 name,
                 matrix,
                 self.risk.parameters[name].detach(),
-                self.found.rules[name],
+                kinds[name],
                 last.get(name, -1),
             )
             for name, matrix in self.found.matrices.items()

@@ -64,9 +64,9 @@ class FisherRaoNorm(Measure):
             (slope,) = torch.autograd.grad(risk.loss.total(at, batch.targets), at)
             inner = (slope * outputs).double().reshape(batch.size, -1).sum(1)
             total += float(inner.square().sum())
-            samples += batch.size
+            samples += risk.loss.counted(outputs, batch.targets)
             normaliser += risk.loss.normaliser(outputs, batch.targets)
-        # The risk is the mean of ℓ = s n / N over samples, or the sum of ℓ = s.
+        # The risk is the mean of ℓ = s n / N over the n samples that count, or the sum of ℓ = s.
         scale = samples / divisor(risk.loss, normaliser) if risk.loss.mean else 1.0
         value = degree**2 * total * scale**2 / samples
         return self.measurement(value=value, exact=True, details={"degree": degree})

@@ -50,7 +50,12 @@ class NormalizedSharpness(Measure):
             return self._exactly(context)
         value, stderr, by_layer, note = self.strategy.value(context, self.lam)
         return self.measurement(
-            value=value, exact=False, stderr=stderr, by_layer=by_layer, notes=(note,)
+            value=value,
+            exact=False,
+            stderr=stderr,
+            by_layer=by_layer,
+            invariant_to=frozenset(),  # a descent of so many steps depends on the scale
+            notes=(note,),
         )
 
     def _exactly(self, context: Context) -> Measurement:

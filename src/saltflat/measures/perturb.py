@@ -107,12 +107,10 @@ class Neighbourhood:
 
 def near_rounding(growth: float, loss: float, dtype: torch.dtype) -> tuple[str, ...]:
     """A note if the loss changes by little more than what it is rounded to."""
-    if growth >= 100 * torch.finfo(dtype).eps * max(1.0, abs(loss)):
+    if growth == 0 or growth >= 100 * torch.finfo(dtype).eps * max(1.0, abs(loss)):
         return ()
-    return (
-        f"the loss changes by {growth:.1e}, which is near the rounding of {dtype}: measure with "
-        "dtype=torch.float64",
-    )
+    advice = "" if dtype == torch.float64 else ": measure with dtype=torch.float64"
+    return (f"the loss changes by {growth:.1e}, which is near the rounding of {dtype}{advice}",)
 
 
 def check_search(radius: float, name: str, steps: int, restarts: int, draws: int = 2) -> None:

@@ -15,7 +15,7 @@ from saltflat.curvature.products import Curvature
 from saltflat.curvature.quantities import CURVATURE, FISHER, Kind
 from saltflat.curvature.settings import Certify
 from saltflat.curvature.stochastic import Hutchinson
-from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.errors import InvalidType, InvalidValue, SaltflatError, nearest
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
@@ -25,6 +25,7 @@ from saltflat.measures.provenance import provenance
 from saltflat.report import Comparison, Report
 from saltflat.report.progress import Callback, reporting
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.watch import ChangedData
 
 
 def measure(
@@ -79,7 +80,9 @@ def measure(
             start = perf_counter()
             try:
                 done[each.name] = compute_one(each, context)
-            except (NotApplicable, ModelError) as reason:
+            except ChangedData:
+                raise
+            except SaltflatError as reason:  # it concerns this measure: the sweep went well
                 if measures is not None:
                     raise
                 skipped[each.name] = str(reason)

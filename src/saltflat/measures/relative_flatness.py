@@ -8,7 +8,15 @@ from typing import ClassVar, final
 from saltflat.curvature.quantities import Kind
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable, norm_squared
+from saltflat.measures.base import (
+    Context,
+    Layer,
+    Measure,
+    Need,
+    NotApplicable,
+    Quantity,
+    norm_squared,
+)
 
 
 @final
@@ -61,8 +69,13 @@ class RelativeFlatness(Measure):
             by_layer=by_layer,
             invariant_to=self.invariant_to | ({"neuron"} if self.normalize_features else set()),
             details={"layer": chosen.name},
-            notes=(f"of layer {chosen.name!r}",),
+            notes=(f"of layer {chosen.name!r}", *self._estimates(context, found, chosen)),
         )
+
+    def _estimates(self, context: Context, found: Quantity, chosen: Layer) -> list[str]:
+        """A note on the other layers, whose values may be estimates where this one is exact."""
+        names = [x.name for x in context.layers if x != chosen and x.parameter in found.draws]
+        return [f"by_layer holds estimates for {', '.join(names)}"] if names else []
 
     def _chosen(self, context: Context) -> Layer:
         layers = {layer.name: layer for layer in context.layers}

@@ -11,6 +11,7 @@ the group does not move add a constant.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -110,7 +111,16 @@ def least_trace(group: Group, curvature: Mapping[str, Tensor]) -> Least:
 def balanced(group: Group, model: nn.Module, data: Any, *args: Any, **options: Any) -> nn.Module:
     """The model at the least trace over the group, as a copy."""
     diagonal = curvature_diagonal(model, data, *args, **options)
-    return least_trace(group, diagonal).element(model)
+    least = least_trace(group, diagonal)
+    if least.vanishing:
+        warnings.warn(
+            "The least trace is only approached: rescaling drives the curvature of "
+            f"{', '.join(list(least.vanishing)[:5])} to zero. What does so is left where it is.",
+            stacklevel=3,
+        )
+    for note in least.element.notes:
+        warnings.warn(note, stacklevel=3)
+    return least.element(model)
 
 
 def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:
