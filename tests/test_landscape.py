@@ -220,5 +220,5 @@ def test_batch_statistics_are_those_of_training_without_dropout(
 def test_a_batch_of_one_has_no_statistics() -> None:
     x, y = points(features=3)
     batches = [(x[:11], y[:11]), (x[11:], y[11:])]
-    with pytest.raises(DataError, match=r"batch 1.*drop_last"):
+    with pytest.raises(DataError, match=r"batch 1.*leave that batch out"):
         compute(BNSharpness(), seeded(normed), batches)

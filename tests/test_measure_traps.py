@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.measures import NormalizedSharpness, PaperRecipe
+from saltflat.symmetries.balance import NegativeCurvature, least_trace
 
 
 def data(n: int = 9) -> tuple[Tensor, Tensor]:
@@ -129,3 +131,68 @@ def test_balance_says_what_it_cannot_do() -> None:
     group = sf.symmetries(model, data()[0])
     with pytest.warns(UserWarning, match="only approached"):
         group.balance(model, data())
+
+
+def test_small_smooth_blocks_are_written_out() -> None:
+    """51 entries need 51 products; 100 probes would cost more and be less."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = data()
+    truth = Dense(model, x, y)
+    want = {n: b.diagonal() for n, b in truth.blocks(truth.hessian).items()}
+    found = sf.diagonal(model, (x, y))
+    assert found.exact
+    assert found.details["0.weight"].rule == "products"
+    for name, values in want.items():
+        torch.testing.assert_close(found[name].flatten(), values, rtol=1e-10, atol=1e-12)
+    few = sf.diagonal(model, (x, y), estimator=sf.Hutchinson(probes=20))
+    assert not few.exact
+
+
+def test_noise_below_zero_is_not_negative_curvature() -> None:
+    """Estimates within their error of zero count as zero, by name; clearly negative ones do not."""
+    group = sf.symmetries(net(), data()[0])
+    curvature = {n: torch.ones_like(p) for n, p in net().named_parameters()}
+    curvature["0.weight"].zero_()
+    curvature["0.bias"] = torch.tensor([-0.1, 1, 1, 1, 1], dtype=torch.float64)
+    with pytest.raises(NegativeCurvature, match=r"0\.bias"):
+        least_trace(group, curvature)
+    noise = {"0.bias": torch.full((5,), 0.05, dtype=torch.float64)}
+    assert "0.bias" in least_trace(group, curvature, noise).clipped
+    with pytest.raises(NegativeCurvature):
+        least_trace(group, curvature, {"0.bias": noise["0.bias"] / 10})
+
+
+def test_a_gauss_newton_report_says_so() -> None:
+    measures = ["hessian_trace"]
+    assert "Gauss–Newton" in str(sf.measure(net(), data(), measures=measures, curvature="ggn"))
+    assert "Gauss–Newton" not in str(sf.measure(net(), data(), measures=measures))
+
+
+def test_errors_of_one_estimate_agree() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 20), nn.GELU(), nn.Linear(20, 3)).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = sf.measure(model, data(), measures=["hessian_trace"])["hessian_trace"]
+        trace = sf.trace(model, data())
+    assert whole.value == pytest.approx(trace.total, rel=1e-12)
+    assert whole.stderr == pytest.approx(trace.stderr, rel=1e-9)
+
+
+def test_wide_comparisons_stay_readable() -> None:
+    models = {f"model_number_{i}": net() for i in range(8)}
+    text = str(sf.compare(models, data(), measures=["neuronwise_minimum_sharpness", "rho"]))
+    for name in (*models, "neuronwise_minimum_sharpness", "every rescaling"):
+        assert name in text
+
+
+def test_clear_errors() -> None:
+    with pytest.raises(sf.InvalidType, match=r"is a class.*CrossEntropyLoss\(\)"):
+        sf.measure(net(), data(), nn.CrossEntropyLoss)
+    with pytest.raises(sf.InvalidType, match="inputs only"):
+        sf.symmetries(net(), data())
+    broken = net()
+    broken[0].weight.data[0, 0] = torch.nan
+    with pytest.raises(sf.ModelError, match=r"0\.weight.*NaN"):
+        sf.symmetries(broken, data()[0])

@@ -612,10 +612,9 @@ def test_estimates(name: str) -> None:
     """Within 4.5 standard errors of the truth, and close enough for that to say something."""
     case, want = BY_NAME[name], truth_of(name)
     measures = [*CURVED[:-1], RelativeFlatness(layer=BENT[name][0])]
+    few = sf.Hutchinson(probes=24 if name == "mlp GELU" else 50)  # fewer than entries
     with pytest.warns(UserWarning, match="estimated by Hutchinson"):
-        found = sf.measure(
-            case.model(), case.data(), case.loss, measures, estimator=sf.Hutchinson(probes=50)
-        )
+        found = sf.measure(case.model(), case.data(), case.loss, measures, estimator=few)
     assert any("estimated by Hutchinson" in note for note in found.notes)
     assert list(found) == [*CURVED[:-1], "relative_flatness"]
     for key, m in found.items():

@@ -413,3 +413,8 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 def test_wrong_seconds() -> None:
     with pytest.raises(sf.InvalidValue, match="seconds of a Budget"):
         Budget(seconds=-1.0)
+
+
+def test_unknown_options_are_refused_at_once() -> None:
+    with pytest.raises(sf.InvalidValue, match="no option 'sed'"):
+        sf.Monitor(torch.nn.Linear(2, 2), (torch.randn(3, 2), torch.tensor([0, 1, 0])), sed=1)

@@ -333,3 +333,15 @@ def test_a_closure_must_make_gradients() -> None:
     with pytest.raises(SaltflatError, match="no gradients at the perturbed weights"):
         optimizer.step(lambda: None)
     assert torch.equal(model.weight, before)
+
+
+def test_a_forgotten_second_backward_is_refused() -> None:
+    """Without it the base optimizer would have nothing to step with, and nothing would train."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.perturb()
+    with pytest.raises(SaltflatError, match=r"call backward\(\) again"):
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before)

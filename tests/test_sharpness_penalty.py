@@ -116,3 +116,22 @@ def test_errors() -> None:
         SharpnessPenalty(model, (x, y), -1.0)
     with pytest.raises(sf.LossError, match="with its graph"):
         SharpnessPenalty(model, (x, y))(torch.tensor(1.0))
+
+
+def test_a_loss_of_another_model_is_refused() -> None:
+    model, x, y = problem()
+    other, _, _ = problem()
+    with pytest.raises(sf.LossError, match="does not depend"):
+        SharpnessPenalty(model, (x, y))(F.cross_entropy(other(x), y))
+
+
+def test_state_goes_on_where_it_stopped() -> None:
+    model, x, y = problem()
+    first = SharpnessPenalty(model, (x, y), refresh=1000)
+    for _ in range(3):
+        first(F.cross_entropy(model(x), y))
+    second = SharpnessPenalty(model, (x, y), refresh=1000, seed=5)
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):
+        loss = F.cross_entropy(model(x), y)
+        assert torch.equal(first(loss), second(loss))

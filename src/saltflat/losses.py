@@ -380,6 +380,8 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
         if loss not in NAMED:
             raise InvalidValue(f"Unknown loss {loss!r}. {nearest(loss, NAMED)}")
         return NAMED[loss]()
+    if isinstance(loss, type):
+        raise InvalidType(f"The loss is a class. Pass an instance: {loss.__name__}().")
     if type(loss) is nn.CrossEntropyLoss:
         return CrossEntropy(loss.weight, loss.ignore_index, loss.label_smoothing, loss.reduction)
     if type(loss) is nn.MSELoss:

@@ -96,7 +96,7 @@ class Risk:
         )
         self.dtype = _compute_dtype(everything.values(), dtype)
         self.device = next(iter(self.parameters.values())).device
-        _check_finite(everything)
+        check_finite(everything)
         self.watched = Watch()
         self._start: RandomState | None = None
         self._passes = 0
@@ -326,7 +326,7 @@ def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> No
             raise ModelError(f"Parameter {name!r} cannot be measured: it is {problem}.")
 
 
-def _check_finite(parameters: Mapping[str, Tensor]) -> None:
+def check_finite(parameters: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, p in parameters.items():
             # A sum is the fastest look at every entry; if it overflows, look again.

@@ -260,7 +260,11 @@ class Blocks:
         weights = {n: w for n, w in self.weights.items() if n in names}
         for kind in [k for k in FORMS if k in self.kinds and weights]:
             self._probe_form(found, kind, weights, plan)
-        found.say(self._probed(names, plan))
+        written = all(entries[n].exact for entries in found.entries.values() for n in names)
+        if written:
+            found.notes.append(self._written(names))
+        else:
+            found.say(self._probed(names, plan))
 
     def _probe_form(self, found: Found, kind: Kind, weights: dict[str, Weight], plan: Plan) -> None:
         assert isinstance(self.estimator, Hutchinson)
@@ -269,6 +273,10 @@ class Blocks:
         products = self._products(list(weights), plan)
         result = estimate_form(products, weights, FORMS[kind], self.estimator, self.groups)
         self._estimated(found, kind, result, dict.fromkeys(weights, "probes"), self.reasons)
+
+    def _written(self, names: list[str]) -> str:
+        why = "; ".join(sorted({self.reasons[n] for n in names}))
+        return f"{len(names)} blocks are written out by products with the Hessian: {why}."
 
     def _probed(self, names: list[str], plan: Plan) -> str:
         why = sorted({self.reasons[n] for n in names})
@@ -300,7 +308,7 @@ class Blocks:
                 value.cpu(),
                 written,
                 estimate.stderr[name].cpu(),
-                rules[name],
+                "products" if written else rules[name],
                 reason,
                 None if draws is None else draws.cpu(),
             )

@@ -107,9 +107,18 @@ class Hutchinson:
     def estimate(
         self, product: Product, shapes: Shapes, kinds: Collection[str], groups: int = 0
     ) -> dict[str, Estimate]:
-        """The wanted kinds, "trace" and "diagonal", from the same products."""
+        """The wanted kinds, "trace" and "diagonal", from the same products.
+
+        As many probes as there are entries would give them all, so then they do.
+        """
+        if sum(shape.numel() for shape, _ in shapes.values()) <= self.probes:
+            return self._written_out(product, shapes, kinds)
         generator = torch.Generator().manual_seed(self.seed)
-        draws = {kind: Draws(groups) for kind in kinds}
+        # Numbers are kept draw by draw, tensors in groups.
+        draws = {
+            kind: Draws(min(groups, 1) * self.probes if kind == "trace" else groups)
+            for kind in kinds
+        }
         for _ in range(self.probes):
             v = {name: signs(*where, generator) for name, where in shapes.items()}
             cv = product(v)
@@ -118,6 +127,30 @@ class Hutchinson:
                 traced = kind == "trace"
                 each.add({n: x.sum() for n, x in entries.items()} if traced else entries)
         return {kind: each.estimate() for kind, each in draws.items()}
+
+    def _written_out(
+        self, product: Product, shapes: Shapes, kinds: Collection[str]
+    ) -> dict[str, Estimate]:
+        zeros = {n: torch.zeros(s, device=d, dtype=torch.float64) for n, (s, d) in shapes.items()}
+        diagonal = {name: torch.zeros_like(z) for name, z in zeros.items()}
+        for name, entries in diagonal.items():
+            for i in range(entries.numel()):
+                unit = torch.zeros_like(entries).flatten()
+                unit[i] = 1.0
+                image = product(zeros | {name: unit.reshape(entries.shape)})[name]
+                entries.view(-1)[i] = image.reshape(-1)[i]
+        values = {"diagonal": diagonal, "trace": {n: d.sum() for n, d in diagonal.items()}}
+        total = sum(float(d.sum()) for d in diagonal.values())
+        return {
+            kind: Estimate(
+                values[kind],
+                {name: torch.zeros_like(v) for name, v in values[kind].items()},
+                total,
+                0.0,
+                frozenset(shapes),
+            )
+            for kind in kinds
+        }
 
 
 @final

@@ -54,6 +54,10 @@ class Quantity:
     def exact(self, names: Iterable[str]) -> bool:
         return not any(name in self.draws for name in names)
 
+    def errors(self) -> dict[str, Tensor]:
+        """The standard errors of the entries that are estimates."""
+        return {name: d.std(0) / len(d) ** 0.5 for name, d in self.draws.items()}
+
     def stderr(self, weights: Mapping[str, Tensor | float]) -> float:
         """The standard error of Σ weights · values; draws of different parameters are not
         independent, so they are added up draw by draw."""

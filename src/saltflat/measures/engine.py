@@ -76,6 +76,7 @@ class CurvatureEngine:
 
 def _quantity(found: Found, kind: Kind) -> Quantity:
     entries = found.entries[kind]
+    # Small blocks may have been written out in full, and are exact though others are not.
     drawn = {n: e.draws for n, e in entries.items() if not e.exact and e.draws is not None}
     assert kind in EVERY_PARAMETER or all(n in found.matrices for n in entries)
     return Quantity({n: e.value.double() for n, e in entries.items()}, drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -46,7 +47,7 @@ class MinimumSharpness(Measure):
             # Scales that differ within a parameter (a concatenation): entries are needed.
             source = context.quantity("diagonal")
             curvature = dict(source.values)
-        least = minimised(group, curvature)
+        least = minimised(group, curvature, source.errors())
         details: dict[str, Any] = {
             "alpha": alphas(least, context.layers),
             "logs": least.element.logs,
@@ -64,9 +65,9 @@ class MinimumSharpness(Measure):
         )
 
 
-def minimised(group: Group, curvature: dict[str, Tensor]) -> Least:
+def minimised(group: Group, curvature: dict[str, Tensor], noise: dict[str, Tensor]) -> Least:
     try:
-        return least_trace(group, curvature)
+        return least_trace(group, curvature, noise)
     except NegativeCurvature as error:
         raise NotApplicable(str(error)) from error
 
@@ -83,14 +84,23 @@ def alphas(least: Least, layers: Any) -> dict[str, float]:
 
 
 def notes(least: Least) -> tuple[str, ...]:
-    if not least.vanishing:
-        return ()
-    names = list(least.vanishing)
-    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return (
-        f"not attained: rescaling drives the curvature of {shown} to zero without changing the "
-        "function",
-    )
+    found = []
+    if least.clipped:
+        found.append(
+            "estimates below zero, by less than four standard errors, count as zero: "
+            f"{_few(least.clipped)}"
+        )
+    if least.vanishing:
+        found.append(
+            f"not attained: rescaling drives the curvature of {_few(least.vanishing)} to zero "
+            "without changing the function"
+        )
+    return tuple(found)
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
 
 
 def _on_sphere(context: Context, least: Least) -> float:

@@ -28,7 +28,7 @@ class NeuronwiseMinimumSharpness(Measure):
 
     def compute(self, context: Context) -> Measurement:
         diagonal = context.quantity("diagonal")
-        least = minimised(context.group, dict(diagonal.values))
+        least = minimised(context.group, dict(diagonal.values), diagonal.errors())
         return self.measurement(
             value=least.value,
             exact=diagonal.exact(diagonal.values),

@@ -82,7 +82,8 @@ class Comparison(Mapping[str, Report]):
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True, highlight=False)
+        wide = 60 + sum(max(14, len(name) + 3) for name in self)
+        console = Console(width=max(120, wide), no_color=True, highlight=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip()

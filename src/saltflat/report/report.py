@@ -147,6 +147,8 @@ class Report(Mapping[str, Measurement]):
     def __rich__(self) -> Table:
         p = self.provenance
         title = escape(f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}")
+        if p.curvature == "ggn":
+            title += "; of the Gauss–Newton matrix, not the Hessian"
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("measure", no_wrap=True)
         table.add_column("value", justify="right", no_wrap=True)

@@ -50,6 +50,7 @@ class Least:
     by_parameter : what each parameter's curvature is there.
     slopes : the derivative of `value` in every parameter's diagonal (of its shape, or a number).
     vanishing : parameters whose curvature can be driven to zero, and how much of it at the start.
+    clipped : parameters with estimates below zero that count as zero.
     """
 
     value: float
@@ -58,6 +59,7 @@ class Least:
     by_parameter: Mapping[str, float]
     slopes: Mapping[str, Tensor | float]
     vanishing: Mapping[str, float]
+    clipped: tuple[str, ...] = ()
 
 
 def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
@@ -75,15 +77,21 @@ def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
     return found
 
 
-def least_trace(group: Group, curvature: Mapping[str, Tensor]) -> Least:
-    """Minimise over the group; `curvature` holds diagonals, or traces of uniform parameters."""
+def least_trace(
+    group: Group, curvature: Mapping[str, Tensor], noise: Mapping[str, Tensor] | None = None
+) -> Least:
+    """Minimise over the group; `curvature` holds diagonals, or traces of uniform parameters.
+
+    `noise` holds the standard errors of those that are estimates: what is below zero by less than
+    four of them counts as zero.
+    """
     exponents = group.exponents()
     moved = {n: v.double() for n, v in curvature.items() if n in exponents.classes}
     fixed = {n: float(v.sum()) for n, v in curvature.items() if n not in exponents.classes}
     masses = np.zeros(exponents.matrix.shape[0])
     for name, values in moved.items():
         np.add.at(masses, *_pairs(exponents.classes[name], values))
-    _refuse_negative(masses, moved, exponents.classes)
+    clipped = _refuse_negative(masses, moved, exponents.classes, noise or {})
     found = minimise(masses.clip(min=0), exponents.matrix)
     powers = np.exp(-2 * (exponents.matrix @ found.point))
     gone = _gone(found, len(masses))
@@ -105,6 +113,7 @@ def least_trace(group: Group, curvature: Mapping[str, Tensor]) -> Least:
         {name: by_parameter[name] for name in curvature},
         slopes,
         vanishing,
+        clipped,
     )
 
 
@@ -131,12 +140,27 @@ def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:
 
 
 def _refuse_negative(
-    masses: Floats, curvature: Mapping[str, Tensor], classes: Mapping[str, Tensor]
-) -> None:
-    bad = masses < -_ROUNDING * np.abs(masses).max(initial=0.0)
+    masses: Floats,
+    curvature: Mapping[str, Tensor],
+    classes: Mapping[str, Tensor],
+    noise: Mapping[str, Tensor],
+) -> tuple[str, ...]:
+    """Refuse what is negative beyond rounding and noise; the names of what is within noise."""
+    rounding = _ROUNDING * np.abs(masses).max(initial=0.0)
+    variance = np.zeros_like(masses)
+    for name, errors in noise.items():
+        if name in curvature:
+            where, each = _pairs(classes[name], errors.double())
+            np.add.at(variance, where, each**2)
+    low = masses < -rounding
+    bad = masses < -rounding - 4 * np.sqrt(variance)
+
+    def named(which: NDArray[np.bool_]) -> list[str]:
+        return [n for n in curvature if which[classes[n].numpy().reshape(-1)].any()]
+
     if not bad.any():
-        return
-    names = [n for n in curvature if bad[classes[n].numpy().reshape(-1)].any()]
+        return tuple(named(low))
+    names = named(bad)
     raise NegativeCurvature(
         f"The curvature of {', '.join(names[:5])}{', …' if len(names) > 5 else ''} is negative, so "
         "the least trace may be −∞. The Gauss–Newton matrix has none: curvature='ggn'."

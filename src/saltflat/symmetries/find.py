@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.risk import check_parameters, logits, unwrap
+from saltflat.risk import check_finite, check_parameters, logits, unwrap
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.dead import liveness
@@ -73,6 +73,7 @@ def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
     if not movable:
         raise ModelError("The model has no floating point parameters that may be rescaled.")
     check_parameters(named, movable)
+    check_finite(named)
     return inner, movable
 
 
@@ -83,6 +84,12 @@ def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape
     try:
         with lend(model, everything, None):
             return record(Answer(model, output), args, kwargs)
+    except TypeError as error:
+        raise InvalidType(
+            "The model cannot be run on the example, which is inputs only: a tensor for model(x), "
+            f"a tuple for model(*x) or a dict for model(**x). Got {type(example).__name__}; the "
+            f"model said: {error}"
+        ) from error
     finally:
         state.restore()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,14 @@ from typing import Any, Self, final
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from saltflat.errors import InvalidType, InvalidValue, MissingDependency, ModelError, SaltflatError
+from saltflat.errors import (
+    InvalidType,
+    InvalidValue,
+    MissingDependency,
+    ModelError,
+    SaltflatError,
+    nearest,
+)
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
@@ -116,6 +124,10 @@ class Monitor:
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
         self._measures = [_Lenient(each) for each in chosen_measures(measures)]
+        known = inspect.signature(measure).parameters
+        for name in options:
+            if name not in known:
+                raise InvalidValue(f"Monitor has no option {name!r}. {nearest(name, known)}")
         chosen = options.get("parameters", "trainable")
         risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))

@@ -100,9 +100,28 @@ class SharpnessPenalty:
             total = total + (weight * named[name].square()).sum()
         return self.strength * total
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on needs: the scales, the calls so far, the random state."""
+        return {
+            "calls": self.calls,
+            "generator": self._generator.get_state(),
+            "weights": dict(self._weights),
+            "norms": dict(self._norms),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calls = int(state["calls"])
+        self._generator.set_state(state["generator"])
+        self._weights, self._norms = dict(state["weights"]), dict(state["norms"])
+
     def _curvature(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         wanted = list(parameters.values())
-        gradients = torch.autograd.grad(loss, wanted, create_graph=True, materialize_grads=True)
+        found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        if all(g is None for g in found):
+            raise LossError("The loss does not depend on the parameters of the penalty's model.")
+        gradients = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)
+        ]
         total = torch.zeros_like(loss)
         for _ in range(self.probes):
             vectors = [self._probe(name) for name in parameters]

@@ -220,6 +220,12 @@ class PerturbedOptimizer(Optimizer, ABC):
             )
         if self._walk is None:
             self._walk = self._guarded()
+        elif all(p.grad is None for g in self.param_groups for p in g["params"]):
+            self.restore()
+            raise InvalidValue(
+                "There are no gradients at the perturbed weights. After perturb() compute the loss "
+                "and call backward() again."
+            )
         try:
             stage = next(self._walk, None)
         except BaseException:
