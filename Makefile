@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## train a small network and print its exact curvature
+demo: $(STAMP) ## train networks on digits and measure how flat their minima are
 	@$(BIN)/python -m saltflat.demo
 
 # Two workers of one thread each are faster than one worker of two threads.
@@ -29,6 +29,8 @@ lint: $(STAMP) ## check style and types
 
 bench: $(STAMP) ## compare speed, error and memory with the alternatives (BENCH="--quick")
 	$(BIN)/python -m bench.curvature $(BENCH)
+
+# The other benchmarks: python -m bench.measures | bench.training | bench.fam | bench.convex
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

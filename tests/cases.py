@@ -188,9 +188,15 @@ def conv(name: str, layer: Callable[[], nn.Module], *size: int, rule: str = "con
 
 def norm(name: str, before: nn.Module, layer: nn.Module, *size: int, bends: bool = True) -> Case:
     """A layer, a normalisation of it and a head: statistics of the sample bend what is before."""
+
+    def build() -> nn.Module:
+        model = copy.deepcopy(net.classify(before, layer))
+        model[0].reset_parameters()  # by the seed of the case, not by that of the import
+        return model
+
     return Case(
         name,
-        lambda: copy.deepcopy(net.classify(before, layer)),
+        build,
         normal(*size),
         curved=("0.*",) if bends else (),
         # the mean of a channel is taken out again, and a constant with it
