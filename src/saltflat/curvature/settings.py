@@ -11,7 +11,7 @@ from torch import Tensor
 Certify = Literal["sample", "all", "none"]
 
 # On a CPU: a chunk's bytes.
-_LEAST, _MOST = 1 << 27, 1 << 30
+_LEAST, _MOST = 1 << 26, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
