@@ -7,7 +7,7 @@ from rich.console import Console
 
 from saltflat.demo import exact_trace, flat_training, random_labels
 
-_WIDTH = 116  # what the tables need
+_WIDTH = 126  # what the tables need
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def table(rows: Sequence[tuple[float, float, sf.Report]]) -> Table:
     for share in SHARES:
         view.add_column(f"{share:.0%}", justify="right", no_wrap=True)
     view.add_column("τ with gap", justify="right", no_wrap=True)
-    view.add_column("invariant to")
+    view.add_column("invariant to", no_wrap=True)
     gaps = [gap for _, gap, _ in rows]
     view.add_row("generalization gap", *_means(rows, np.array(gaps)), "", "")
     view.add_section()
@@ -87,10 +87,17 @@ def table(rows: Sequence[tuple[float, float, sf.Report]]) -> Table:
         values = np.array([report[name].value for _, _, report in rows])
         tau, (low, high) = rank_correlation(list(values), gaps)
         interval = f"{tau:+.2f} [{low:+.2f}, {high:+.2f}]"
-        view.add_row(name, *_means(rows, values), interval, sf.report.invariance(measurement))
+        view.add_row(name, *_means(rows, values), interval, _short(measurement))
     for name in last.skipped:
-        view.add_row(name, *["–"] * len(SHARES), "", "does not apply")
+        view.add_row(name, *["–"] * len(SHARES), "", "not defined")
     return view
+
+
+def _short(measurement: sf.Measurement) -> str:
+    kinds = sf.report.invariance(measurement)
+    return {"every rescaling": "all", "layer, batchnorm": "layers"}.get(
+        kinds, kinds.replace("layer", "layers")
+    )
 
 
 def _means(
