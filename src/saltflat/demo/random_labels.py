@@ -66,8 +66,8 @@ def run(console: Console) -> None:
     console.print(
         "Gap: training accuracy on the labels trained with, minus test accuracy on true ones. "
         "τ: Kendall's rank\ncorrelation over the 15 networks, with a 95 % interval by resampling "
-        "them. One small experiment on one data\nset: enough to see that scale matters, not to "
-        "choose a measure by.\n"
+        "them. One small experiment on one data\nset, as it came out: not enough to choose a "
+        "measure by.\n"
     )
 
 
