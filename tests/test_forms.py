@@ -18,10 +18,10 @@ from saltflat.risk import Risk
 FORMS: frozenset[Kind] = frozenset({"columns", "rows", "flatness"})
 
 
-def found_for(case: Case, kinds: frozenset[Kind] = FORMS, **settings) -> Found:
+def found_for(case: Case, kinds: frozenset[Kind] = FORMS, probes: int = 20, **settings) -> Found:
     risk = Risk(case.model(), case.data(), case.loss)
     with risk.session():
-        strategy = Hutchinson(probes=20)
+        strategy = Hutchinson(probes)
         return Blocks(risk, kinds, "hessian", strategy, Settings(**settings), groups=5).find()
 
 
@@ -93,6 +93,26 @@ def test_oracle_tells_units_apart(name: str) -> None:
 def test_chunks_do_not_matter(name: str) -> None:
     case = BY_NAME[name]
     agrees(found_for(case, memory_budget=1), truth(case), FORMS)
+
+
+@pytest.mark.parametrize("name", ["mlp Tanh", "mlp GELU", "rnn relu", "module called in a chain"])
+def test_curved_blocks_in_full(name: str) -> None:
+    """As many probes as there are entries: exact, though the blocks are not piecewise linear."""
+    case = BY_NAME[name]
+    found = found_for(case, probes=2000)
+    assert any(e.rule == "products" for e in found.entries["rows"].values())
+    assert all(e.exact for kind in FORMS for e in found.entries[kind].values())
+    assert agrees(found, truth(case), FORMS) > 0
+
+
+def test_curved_blocks_in_full_with_normalised_features() -> None:
+    case = BY_NAME["mlp Tanh"]
+    seen = inputs_of(case.dense().model, case.data()[0])
+    scales = {key: x.std(0, unbiased=False) for key, x in seen.items()}
+    kinds: frozenset[Kind] = frozenset({"normalized_flatness"})
+    found = found_for(case, kinds, probes=2000)
+    assert all(e.exact for e in found.entries["normalized_flatness"].values())
+    assert agrees(found, truth(case, scales), kinds) > 0
 
 
 def test_sketched_forms() -> None:

@@ -85,7 +85,9 @@ def test_views_that_are_estimates_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 3)).double()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = sf.measure(model, data(), measures=["relative_flatness"])["relative_flatness"]
+        few = sf.Hutchinson(probes=10)  # fewer than entries, so that there is an estimate
+        report = sf.measure(model, data(), measures=["relative_flatness"], estimator=few)
+    found = report["relative_flatness"]
     assert found.exact
     assert "by_layer holds estimates for 0" in found.notes
 
@@ -147,6 +149,17 @@ def test_small_smooth_blocks_are_written_out() -> None:
         torch.testing.assert_close(found[name].flatten(), values, rtol=1e-10, atol=1e-12)
     few = sf.diagonal(model, (x, y), estimator=sf.Hutchinson(probes=20))
     assert not few.exact
+
+
+def test_every_measure_of_a_small_smooth_network() -> None:
+    """All that is wanted of it at once; what was written out is exact and says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = sf.measure(model, data())
+    assert all(m.exact or m.lower_bound for m in report.values())
+    assert "written out" in str(report)
 
 
 def test_noise_below_zero_is_not_negative_curvature() -> None:

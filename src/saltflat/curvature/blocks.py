@@ -259,19 +259,25 @@ class Blocks:
                 self._estimated(found, kind, estimates[kind], rules, self.reasons)
         weights = {n: w for n, w in self.weights.items() if n in names}
         for kind in [k for k in FORMS if k in self.kinds and weights]:
-            self._probe_form(found, kind, weights, plan)
-        written = all(entries[n].exact for entries in found.entries.values() for n in names)
+            entries = sum(shape.numel() for shape, _ in shapes.values())
+            in_full = entries <= self.estimator.probes  # as for traces and diagonals
+            self._probe_form(found, kind, weights, plan, in_full)
+        written = all(
+            entries[n].exact for entries in found.entries.values() for n in names if n in entries
+        )
         if written:
             found.notes.append(self._written(names))
         else:
             found.say(self._probed(names, plan))
 
-    def _probe_form(self, found: Found, kind: Kind, weights: dict[str, Weight], plan: Plan) -> None:
+    def _probe_form(
+        self, found: Found, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
+    ) -> None:
         assert isinstance(self.estimator, Hutchinson)
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
         products = self._products(list(weights), plan)
-        result = estimate_form(products, weights, FORMS[kind], self.estimator, self.groups)
+        result = estimate_form(products, weights, FORMS[kind], self.estimator, self.groups, in_full)
         self._estimated(found, kind, result, dict.fromkeys(weights, "probes"), self.reasons)
 
     def _written(self, names: list[str]) -> str:

@@ -12,7 +12,8 @@ averages out, and the standard errors say how far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product as product_of
 
 import torch
 from torch import Tensor
@@ -28,8 +29,11 @@ def estimate_form(
     form: Form,
     estimator: Hutchinson,
     groups: int,
+    in_full: bool,
 ) -> Estimate:
-    """One form of every weight."""
+    """One form of every weight; `in_full` where that costs no more products than probes."""
+    if in_full:
+        return _written_out(product, weights, form)
     generator = torch.Generator().manual_seed(estimator.seed)
     draws = Draws(groups)
     for _ in range(estimator.probes):
@@ -37,6 +41,43 @@ def estimate_form(
         hv = product(v)
         draws.add({n: _reduce(v[n] * hv[n], w.matrix, form) for n, w in weights.items()})
     return draws.estimate()
+
+
+def _written_out(product: Product, weights: Mapping[str, Weight], form: Form) -> Estimate:
+    zeros = {n: torch.zeros_like(w.values, dtype=torch.float64) for n, w in weights.items()}
+    found = {}
+    for name, weight in weights.items():
+        found[name] = _reduce(zeros[name], weight.matrix, form)
+        for at, left, right in _units(weight, form):
+            found[name][at] += (left * product(zeros | {name: right})[name]).sum()
+    nothing = {name: torch.zeros_like(value) for name, value in found.items()}
+    total = sum(float(value.sum()) for value in found.values())
+    return Estimate(found, nothing, total, 0.0, frozenset(weights))
+
+
+def _units(weight: Weight, form: Form) -> Iterator[tuple[int | tuple[()], Tensor, Tensor]]:
+    """(place in the result, u, v) such that the sums of ⟨u, H v⟩ are the form."""
+    values, matrix = weight.values.double(), weight.matrix
+    w = matrix.grouped(values)
+    groups, outputs, inputs, kernel = w.shape
+    if form != "flatness":
+        side = (groups, 1, inputs, 1) if form == "columns" else (groups, outputs, 1, 1)
+        count = torch.Size(side).numel()
+        unit = torch.arange(count, device=w.device).reshape(side)
+        for k in range(count):
+            part = matrix.ungrouped(w.where(unit == k, 0.0), values.shape)
+            yield k, part, part
+        return
+    scale = torch.ones(groups, inputs, dtype=w.dtype, device=w.device)
+    if weight.scale is not None:
+        scale = weight.scale.double().reshape(groups, inputs)
+    scaled = (w * scale[:, None, :, None]).flatten(-2)
+    square = scaled @ scaled.mT
+    for g, o, i, k in product_of(*map(range, (groups, outputs, inputs, kernel))):
+        if scale[g, i] > 0:
+            left, right = torch.zeros_like(w), torch.zeros_like(w)
+            left[g, :, i, k], right[g, o, i, k] = square[g, :, o] / scale[g, i], 1 / scale[g, i]
+            yield (), matrix.ungrouped(left, values.shape), matrix.ungrouped(right, values.shape)
 
 
 def _reduce(entries: Tensor, matrix: Matrix, form: Form) -> Tensor:
