@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, final
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from saltflat.printing import plain_text
 
 Value = TypeVar("Value", float, Tensor)
 
@@ -87,10 +88,7 @@ class _Blocks(Mapping[str, Value]):
         return table
 
     def __str__(self) -> str:
-        console = Console(width=100, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return plain_text(self)
 
     __repr__ = __str__
 

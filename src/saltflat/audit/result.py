@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, final
 
-from rich.console import Console
 from rich.table import Table
 
 from saltflat.audit.verdict import Tolerances, Verdict
 from saltflat.errors import InvalidValue, nearest
+from saltflat.printing import plain_text
 from saltflat.report import store
 
 _MARKS: dict[str, str] = {"invariant": "✓", "undecided": "?", "moved": "✗"}
@@ -218,10 +218,7 @@ class Audit(Mapping[str, Audited]):
         ]
 
     def __str__(self) -> str:
-        console = Console(width=130, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return plain_text(self, width=130)
 
     __repr__ = __str__
 

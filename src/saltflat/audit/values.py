@@ -15,12 +15,12 @@ from saltflat.curvature.products import Curvature
 from saltflat.curvature.quantities import Kind as Quantity
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.stochastic import Hutchinson
-from saltflat.errors import InvalidType, ModelError
+from saltflat.errors import InvalidType
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Context, Measure, NotApplicable
+from saltflat.measures.base import Context, Measure
 from saltflat.measures.engine import CurvatureEngine
-from saltflat.measures.planner import compute_one, kinds_of
+from saltflat.measures.planner import attempt, kinds_of
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState
 from saltflat.symmetries.group import Group
@@ -74,10 +74,8 @@ class Panel:
             # A rescaled model has the same rescalings, so they need not be found again.
             context = Context(risk, engine.layers(), quantities, self.seed, engine, self.group)
             for measure in self.measures:
-                try:
-                    found[measure.name] = Reading.of(compute_one(measure, context))
-                except (NotApplicable, ModelError) as reason:
-                    found[measure.name] = str(reason)
+                reading = attempt(measure, context)
+                found[measure.name] = reading if isinstance(reading, str) else Reading.of(reading)
         self.warnings += [w for w in engine.warnings if w not in self.warnings]
         return found
 

@@ -129,9 +129,7 @@ class SharpnessCallback(Callback):
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
         if record is None:
             return
-        values = {f"saltflat/{name}": value for name, value in record.values.items()}
-        if record.skipped is not None:
-            values["saltflat/skipped"] = 1.0
+        values = record.metrics()
         for logger in trainer.loggers:  # not every step is one at which `self.log` writes
             logger.log_metrics(values, step=trainer.global_step)
         for name, value in values.items():

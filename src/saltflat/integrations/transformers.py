@@ -102,9 +102,7 @@ class SharpnessTrainerCallback(TrainerCallback):
     def _log(self, state: Any, control: Any, record: Record | None) -> None:
         if record is None:
             return
-        values = {f"saltflat/{name}": value for name, value in record.values.items()}
-        if record.skipped is not None:
-            values["saltflat/skipped"] = 1.0
+        values = record.metrics()
         if self._trainer is not None:
             due = control.should_log  # which a log in between would take for done
             self._trainer.log(values)

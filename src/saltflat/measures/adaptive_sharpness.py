@@ -45,14 +45,5 @@ class AdaptiveSharpness(Measure):
     def compute(self, context: Context) -> Measurement:
         around = Neighbourhood(context, Ball(self.rho, self.p), adaptive=True)
         if self.average:
-            found = around.average(self.draws)
-        else:
-            found = around.worst(self.steps, self.restarts)
-        return self.measurement(
-            value=found.value,
-            exact=False,
-            stderr=found.stderr,
-            lower_bound=not self.average,
-            details=found.details,
-            notes=found.notes,
-        )
+            return self.measurement(**around.average(self.draws).fields())
+        return self.measurement(**around.worst(self.steps, self.restarts).fields())

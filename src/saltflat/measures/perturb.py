@@ -24,8 +24,20 @@ class Growth:
     value: float
     stderr: float
     loss: float  # where nothing is perturbed
+    searched: bool
     details: Mapping[str, Any]
     notes: tuple[str, ...]
+
+    def fields(self) -> dict[str, Any]:
+        """For a measurement: a supremum that was searched for is a lower bound, a mean is not."""
+        return {
+            "value": self.value,
+            "exact": False,
+            "stderr": self.stderr,
+            "lower_bound": self.searched,
+            "details": self.details,
+            "notes": self.notes,
+        }
 
 
 @final
@@ -62,7 +74,7 @@ class Neighbourhood:
             "one_step": found.first - loss,
             "evaluations": self.landscape.evaluations,
         }
-        return Growth(value, 0.0, loss, details, self._rounding(value, loss))
+        return Growth(value, 0.0, loss, True, details, self._rounding(value, loss))
 
     def average(self, draws: int) -> Growth:
         """The mean of L(θ+s∘u) − L(θ) over u normal with E‖u‖² = radius², or uniform in the cube
@@ -78,7 +90,7 @@ class Neighbourhood:
         values = torch.tensor(found, dtype=torch.float64)
         value, stderr = float(values.mean()), float(values.std() / draws**0.5)
         details = {"loss": loss, "evaluations": self.landscape.evaluations}
-        return Growth(value, stderr, loss, details, self._rounding(abs(value), loss))
+        return Growth(value, stderr, loss, False, details, self._rounding(abs(value), loss))
 
     def _draw(self, like: Mapping[str, Tensor], size: int) -> Point:
         if self.ball.p == inf:

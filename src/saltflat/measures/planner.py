@@ -78,14 +78,11 @@ def measure(
         for index, each in enumerate(chosen):
             step(each.name, index + 1, len(chosen) + 1)
             start = perf_counter()
-            try:
-                done[each.name] = compute_one(each, context)
-            except ChangedData:
-                raise
-            except SaltflatError as reason:  # it concerns this measure: the sweep went well
-                if measures is not None:
-                    raise
-                skipped[each.name] = str(reason)
+            found = compute_one(each, context) if measures is not None else attempt(each, context)
+            if isinstance(found, Measurement):
+                done[each.name] = found
+            else:
+                skipped[each.name] = found
             seconds[each.name] = perf_counter() - start
         step("done", len(chosen) + 1, len(chosen) + 1)
         source = provenance(risk, engine, seed, seconds)
@@ -125,6 +122,16 @@ def compute_one(measure: Measure, context: Context) -> Measurement:
     if not context.layers and not measure.name.startswith("hessian_"):
         raise NotApplicable("The model has no weight matrix among its measured parameters.")
     return measure.compute(context)
+
+
+def attempt(measure: Measure, context: Context) -> Measurement | str:
+    """The measure, or why there is none: what fails after a sweep went well concerns it alone."""
+    try:
+        return compute_one(measure, context)
+    except ChangedData:
+        raise
+    except SaltflatError as reason:
+        return str(reason)
 
 
 def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue
+from saltflat.printing import plain_text
 from saltflat.report.report import Report, invariance
 
 # What must be equal for numbers to be comparable, and how to say that it is not.
@@ -83,9 +83,6 @@ class Comparison(Mapping[str, Report]):
 
     def __str__(self) -> str:
         wide = 60 + sum(max(14, len(name) + 3) for name in self)
-        console = Console(width=max(120, wide), no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return plain_text(self, width=max(120, wide))
 
     __repr__ = __str__

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, MissingDependency, nearest
 from saltflat.measurement import Measurement
+from saltflat.printing import plain_text
 from saltflat.report import store
 
 if TYPE_CHECKING:
@@ -166,10 +166,7 @@ class Report(Mapping[str, Measurement]):
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return plain_text(self, width=120)
 
     __repr__ = __str__
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, final, get_args
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
 from saltflat.errors import InvalidValue
+from saltflat.printing import plain_text
 from saltflat.symmetries import members
 from saltflat.symmetries.assemble import uniform
 from saltflat.symmetries.rescale import Element, Exponents
@@ -196,10 +196,7 @@ class Group:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=100, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return plain_text(self)
 
     __repr__ = __str__
 

@@ -35,6 +35,11 @@ class Record:
     failed: Mapping[str, str] = field(default_factory=dict)
     skipped: str | None = None
 
+    def metrics(self) -> dict[str, float]:
+        """What a logger gets: `saltflat/<measure>`, and `saltflat/skipped` for what was not."""
+        values = {f"saltflat/{name}": value for name, value in self.values.items()}
+        return values if self.skipped is None else {**values, "saltflat/skipped": 1.0}
+
     def to_json(self) -> str:
         """One line; numbers that are not finite, which JSON has none of, are null."""
         content = asdict(self)
