@@ -78,15 +78,16 @@ def kappa_trace(layer: Layer) -> float:
     return layer.norm * layer.trace
 
 
-def rho(layer: Layer, side: str) -> Tensor:
-    """w(j)ᵀ H(w(j)) w(j) of every input unit ("columns") or output unit ("rows")."""
+def neurons(layer: Layer, side: str = "columns") -> list[Layer]:
+    """The weights w(j) of every input unit ("columns") or output unit ("rows"), each on its own."""
     unit = layer.units.into if side == "columns" else layer.units.out
-    values = []
-    for j in range(int(unit.max()) + 1):
-        mine = (unit == j).nonzero().squeeze(1)
-        w = layer.w[mine]
-        values.append(w @ layer.hessian[mine][:, mine] @ w)
-    return torch.stack(values)
+    parts = [(unit == j).nonzero().squeeze(1) for j in range(int(unit.max()) + 1)]
+    return [Layer(layer.w[m], layer.units, layer.hessian[m][:, m]) for m in parts]
+
+
+def rho(layer: Layer, side: str) -> Tensor:
+    """w(j)ᵀ H(w(j)) w(j)"""
+    return torch.stack([each.w @ each.hessian @ each.w for each in neurons(layer, side)])
 
 
 # Petzka et al. 2021, Definition 3

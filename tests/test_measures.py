@@ -20,6 +20,7 @@ from saltflat.measures import (
     FisherRaoNorm,
     HessianMaxEigenvalue,
     Kappa,
+    KappaTrace,
     MatrixNormalizedSharpness,
     NormalizedSharpness,
     NotApplicable,
@@ -189,6 +190,57 @@ def test_rho(case: Case, side: str) -> None:
         close(found.by_layer_max[name], values.max(), size)
     close(found.value, sum(float(v.sum()) for v in want.values()), size)
     close(found.max, max(float(v.max()) for v in want.values()), size)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_kappa_trace_of_neurons(case: Case) -> None:
+    """‖w(j)‖² Tr H_jj of every column, which do not add up to ‖W‖² Tr H."""
+    found, layers = report(case)["kappa_trace"], layers_of(case)
+    assert list(found.by_neuron) == list(layers)
+    for name, layer in layers.items():
+        each = [papers.kappa_trace(x) for x in papers.neurons(layer)]
+        want = torch.tensor(each, dtype=torch.float64)
+        close(found.by_neuron[name], want, layer.norm * float(layer.hessian.abs().max()))
+    close(found.max, max(map(papers.kappa_trace, layers.values())), abs(found.value))
+    assert found.max > max(found.by_layer_max.values())
+
+
+def test_kappa_trace_without_neurons() -> None:
+    case = BY_NAME["mlp"]
+    found = sf.measure(case.model(), case.data(), measures=[KappaTrace(neurons=False)])
+    assert found["kappa_trace"].by_neuron == {}
+    close(found["kappa_trace"].value, report(case)["kappa_trace"].value)
+    assert KappaTrace(neurons=False).required() == {"trace"}
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "conv2d groups", "transposed 2d groups", "embedding", "residual", "mlp GELU"]
+)
+def test_kappa_of_neurons(name: str) -> None:
+    """‖w(j)‖² λ_max(H_jj) of every column; on the GELU network too, where products give it."""
+    case = BY_NAME[name]
+    model, layers = case.model(), layers_of(case)
+    found = sf.measure(model, case.data(), case.loss, [Kappa(tol=1e-12, neurons=True)])["kappa"]
+    assert list(found.by_neuron) == list(layers)
+    for layer_name, layer in layers.items():
+        each = [papers.kappa(x) for x in papers.neurons(layer)]
+        want = torch.tensor(each, dtype=torch.float64)
+        close(found.by_neuron[layer_name], want, layer.norm * float(layer.hessian.abs().max()))
+    close(found.max, max(map(papers.kappa, layers.values())))
+    assert found.max > max(found.by_layer_max.values())
+
+
+def test_kappa_of_a_column_of_zeros() -> None:
+    case = BY_NAME["mlp"]
+    model = case.model()
+    with torch.no_grad():
+        model[0].weight[:, 2] = 0.0
+    found = sf.measure(model, case.data(), measures=[Kappa(neurons=True)])["kappa"]
+    assert found.by_neuron["0"][2] == 0.0
+    assert int((found.by_neuron["0"] > 0).sum()) == 3
+    plain = sf.measure(model, case.data(), measures=["kappa"])["kappa"]
+    assert plain.by_neuron == {}
+    assert plain.value == found.value
 
 
 def test_table_1() -> None:

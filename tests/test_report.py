@@ -32,6 +32,7 @@ from saltflat.measures import (
     NormalizedSharpness,
     NotApplicable,
     RelativeFlatness,
+    Rho,
 )
 from saltflat.report import Provenance
 
@@ -428,6 +429,25 @@ def test_layers_print() -> None:
     assert f"{found['kappa_trace'].by_layer['2']:.5g}" in text
 
 
+def test_neurons_print() -> None:
+    found = measured([Rho(side="rows"), "kappa_trace", "hessian_trace"])
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(found.neurons("0"))
+    lines = capture.get().splitlines()
+    assert "By neuron, layer 0" in lines[0]
+    assert "hessian_trace" not in lines[2]
+    rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+    inputs, outputs = (found[n].by_neuron["0"] for n in ("kappa_trace", "rho"))
+    assert len(rows) == max(len(inputs), len(outputs)) > min(len(inputs), len(outputs))
+    for j, (unit, rho, kappa) in enumerate([cell.strip() for cell in row] for row in rows):
+        assert unit == str(j)
+        assert rho == (f"{float(outputs[j]):.5g}" if j < len(outputs) else "")
+        assert kappa == (f"{float(inputs[j]):.5g}" if j < len(inputs) else "")
+    with pytest.raises(sf.InvalidValue, match="No values by neuron of layer '9'"):
+        found.neurons("9")
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -478,6 +498,7 @@ def test_measurements_are_equal_by_what_they_hold() -> None:
 def test_save_and_load(tmp_path: Path) -> None:
     found = measured([*FEW, "kappa_trace"])
     path = found.save(tmp_path / "deep" / "run.json")
+    assert sf.Report.load(path)["kappa_trace"].max == found["kappa_trace"].max
     assert path == tmp_path / "deep" / "run.json"
     again = sf.Report.load(str(path))
     assert again == found

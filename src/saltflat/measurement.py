@@ -24,6 +24,7 @@ class Measurement:
     Attributes
     ----------
     value : the number; views of it by parameter, layer or neuron where the measure has them.
+    max_over : what `max` is the largest of, "neurons" only where there are values of neurons.
     exact : True if nothing was sampled: equal to the definition up to rounding and `gap`.
     stderr : standard error of `value`, 0.0 if exact.
     gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
@@ -44,13 +45,15 @@ class Measurement:
     by_parameter: Mapping[str, float] = field(default_factory=dict)
     by_layer: Mapping[str, float] = field(default_factory=dict)
     by_neuron: Mapping[str, Tensor] = field(default_factory=dict)
+    max_over: Literal["neurons", "layers"] = "neurons"
     details: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
     def max(self) -> float:
-        """The largest value of a neuron, or of a layer where there are none: ρ^max, κ^max, …"""
-        values = self.by_layer_max if self.by_neuron else self.by_layer
+        """The largest value of a neuron (ρ^max), or of a layer (κ^max, κ_τ^max, …)."""
+        neurons = self.by_neuron and self.max_over == "neurons"
+        values = self.by_layer_max if neurons else self.by_layer
         if not values:
             raise InvalidValue(f"{self.name} has no values by layer to take the largest of.")
         return max(values.values())

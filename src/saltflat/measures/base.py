@@ -87,6 +87,9 @@ class Engine(Protocol):
     def eigenvalue(self, names: Sequence[str], tol: float) -> tuple[float, float]:
         """The largest eigenvalue of some blocks together, and its residual norm."""
 
+    def column_eigenvalues(self, layer: Layer, tol: float) -> Tensor:
+        """The largest eigenvalue of the block of each input unit's column; 0 for columns of 0."""
+
 
 @final
 @dataclass(slots=True)
@@ -159,3 +162,8 @@ class Measure(ABC):
 def norm_squared(layer: Layer) -> float:
     """‖W‖²_F, summed in float64."""
     return float(torch.linalg.vector_norm(layer.weight.double()).square())
+
+
+def column_norms(layer: Layer) -> Tensor:
+    """‖w(j)‖² of every input unit's column, in float64; on the CPU, where quantities are."""
+    return layer.matrix.columns(layer.weight.double().square()).cpu()

@@ -144,6 +144,21 @@ class Report(Mapping[str, Measurement]):
             table.add_row(layer, *cells)
         return table
 
+    def neurons(self, layer: str) -> Table:
+        """The values by neuron of one layer, a column a measure."""
+        columns = {m.name: m.by_neuron[layer] for m in self.values() if layer in m.by_neuron}
+        if not columns:
+            known = {name: None for m in self.values() for name in m.by_neuron}
+            raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
+        table = Table(title=escape(f"By neuron, layer {layer}"), title_justify="left")
+        table.add_column("neuron", justify="right")
+        for name in columns:
+            table.add_column(name, justify="right")
+        for j in range(max(map(len, columns.values()))):
+            cells = [f"{float(v[j]):.5g}" if j < len(v) else "" for v in columns.values()]
+            table.add_row(str(j), *cells)
+        return table
+
     def __rich__(self) -> Table:
         p = self.provenance
         title = escape(f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}")
