@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 class _Snapshot:
@@ -93,6 +95,10 @@ def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: dict(module.__dict__[name]) for name in kept}
 
 
+def _distinct(tensors: Iterable[_Tensor | None]) -> list[_Tensor]:
+    return list({id(t): t for t in tensors if t is not None}.values())
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch TensorFloat-32 off: three digits are too few to compare two computations by."""
@@ -115,8 +121,9 @@ def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Ite
     `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the
     floating dtype in which everything is computed.
     """
-    modules, parameters = list(model.modules()), list(model.parameters())
-    buffers = list(model.buffers())
+    modules = list(model.modules())  # one walk for all three
+    parameters = _distinct(p for m in modules for p in m._parameters.values())
+    buffers = _distinct(b for m in modules for b in m._buffers.values())
     snapshot = _Snapshot(modules, parameters, buffers)
     try:
         with ExitStack() as stack:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import isfinite
 from typing import final
 
 import torch
 from torch import Tensor
 
 from saltflat.curvature import spectrum
-from saltflat.curvature.exact import NotCertified, Pass, Requests, TooManyDirections
+from saltflat.curvature.exact import NotCertified, Pass, Requests, TooManyDirections, fetched
 from saltflat.curvature.factors import NotAdditive, direction_count
 from saltflat.curvature.features import feature_scale
 from saltflat.curvature.matrix import Matrix
@@ -192,12 +193,12 @@ class Blocks:
         try:
             if curved and count > self.settings.max_directions:
                 raise TooManyDirections(count)
-            return self._sweep(found, requests, stream)
+            return self._sweep(found, requests, plan, stream)
         except TooManyDirections as many:
             self._sketch(found, curved, plan, many.count)
         fisher = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
         if fisher:
-            self._sweep(found, fisher, self.risk.batches())
+            self._sweep(found, fisher, plan, self.risk.batches())
         return plan.samples
 
     def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
@@ -210,15 +211,14 @@ class Blocks:
             draw=draw,
         )
 
-    def _sweep(self, found: Found, requests: Requests, stream: Iterable[Batch]) -> int:
+    def _sweep(self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch]) -> int:
         sweep = self._pass(requests)
-        values = sweep.run(stream)
-        _check_finite(values)
-        for (kind, name), value in values.items():
+        values = fetched(sweep.run(stream, plan))
+        nothing = torch.zeros(())
+        for ((kind, name), value), total in zip(values.items(), _sums(values), strict=True):
             rule = ", ".join(sorted(sweep.rules[name] - {UNUSED})) or UNUSED
-            entry = Entry(value.cpu(), True, torch.zeros(()), rule, self._why(name, rule))
-            found.add(kind, name, entry)
-            found.totals[kind] = found.totals.get(kind, 0.0) + float(value.sum())
+            found.add(kind, name, Entry(value, True, nothing, rule, self._why(name, rule)))
+            found.totals[kind] = found.totals.get(kind, 0.0) + total
         return sweep.certified
 
     def _why(self, name: str, rule: str) -> str:
@@ -231,9 +231,8 @@ class Blocks:
     def _sketch(self, found: Found, requests: Requests, plan: Plan, count: int) -> None:
         draws: dict[Kind, Draws] = {}
         for k in range(self.estimator.probes):
-            values = self._pass(requests, Draw(self.estimator.seed * 1_000_003 + k)).run(
-                self.risk.batches()
-            )
+            draw = Draw(self.estimator.seed * 1_000_003 + k)
+            values = self._pass(requests, draw).run(self.risk.batches(), plan)
             for kind in {kind for kind, _ in values}:
                 each = draws.setdefault(kind, Draws(self.groups))
                 each.add({name: v for (k, name), v in values.items() if k == kind})
@@ -303,7 +302,7 @@ class Blocks:
         rules: Mapping[str, str],
         reasons: Mapping[str, str],
     ) -> None:
-        _check_finite({(kind, name): value for name, value in estimate.values.items()})
+        _sums({(kind, name): value for name, value in estimate.values.items()})
         for name, value in estimate.values.items():
             written = name in estimate.exact
             reason = reasons[name] + (
@@ -324,13 +323,16 @@ class Blocks:
         found.errors[kind] = (error**2 + estimate.total_stderr**2) ** 0.5
 
 
-def _check_finite(values: Mapping[tuple[Kind, str], Tensor]) -> None:
-    for (_, name), value in values.items():
-        if not torch.isfinite(value).all():
+def _sums(values: Mapping[tuple[Kind, str], Tensor]) -> list[float]:
+    """The sum of each quantity; an error if one is not finite."""
+    sums: list[float] = torch.stack([v.sum() for v in values.values()]).tolist()
+    for (_, name), total in zip(values, sums, strict=True):
+        if not isfinite(total):
             raise DataError(
                 f"The curvature of {name!r} is NaN or infinite: activations overflow or the "
                 "inputs are not finite. Measure in a wider dtype (dtype=torch.float64)."
             )
+    return sums
 
 
 def _weaker(a: Plan, b: Plan) -> Plan:

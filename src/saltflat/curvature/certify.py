@@ -157,7 +157,8 @@ class _Probe:
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-10 if a.dtype == torch.float64 else 1e-3
-        return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30))
+        difference, whole = _largest([(a - b).detach(), b.detach()])
+        return difference <= tolerance * max(whole, 1e-30)
 
     def _deltas(self) -> None:
         """δ at every recorded operation for the random cotangent, differentiable once more."""
@@ -246,7 +247,8 @@ class _Probe:
             return True
         edges = [edge for edge, _, _ in pairs]
         deltas = [delta for _, delta, _ in pairs]
-        directions = [self._normal(d) * self._scale(d, size) for _, d, size in pairs]
+        scales = self._scales(deltas, [size for _, _, size in pairs])
+        directions = [self._normal(d) * scale for d, scale in zip(deltas, scales, strict=True)]
         try:
             changes = torch.autograd.grad(
                 deltas, edges, directions, retain_graph=True, allow_unused=True
@@ -258,15 +260,15 @@ class _Probe:
         bends = zip(moved, sizes[: len(moved)], sizes[len(moved) :], strict=True)
         return all(change <= _rounding(c) * scale for (c, _), change, scale in bends)
 
-    def _scale(self, gradient: Tensor, size: Tensor) -> Tensor:
-        """The size of a direction, so large that a change of the gradient along it would show.
+    def _scales(self, gradients: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+        """The sizes of directions, so large that a change of a gradient along one would show.
 
         At least that of the thing itself, and of what changes the outputs by about themselves;
         at least 1, since both can vanish (a network that is zero at its start).
         """
-        tiny = torch.finfo(gradient.dtype).tiny
-        ratio = self.outputs.detach().norm() / gradient.detach().norm().clamp(min=tiny)
-        return torch.maximum(size, ratio.clamp(max=1e30)).clamp(min=1.0)
+        norms = torch.stack([_norm(gradient) for gradient in gradients])
+        ratios = _norm(self.outputs) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+        return torch.maximum(torch.stack(list(sizes)), ratios.clamp(max=1e30)).clamp(min=1.0)
 
     def _nonlinear(self, parameter: Tensor) -> str | None:
         """Why the outputs are not piecewise linear in one parameter, or None if they are."""
@@ -276,8 +278,8 @@ class _Probe:
             )
             if not gradient.requires_grad:
                 return None
-            size = parameter.detach().square().mean().sqrt()
-            direction = self._normal(gradient) * self._scale(gradient, size)
+            (scale,) = self._scales([gradient], [_norm(parameter) / parameter.numel() ** 0.5])
+            direction = self._normal(gradient) * scale
             (change,) = torch.autograd.grad(
                 gradient, parameter, direction, retain_graph=True, allow_unused=True
             )
@@ -286,6 +288,11 @@ class _Probe:
         if change is None or _negligible(change, gradient.detach()):
             return None
         return "outputs are not piecewise linear in it"
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x.detach())
+    return norm
 
 
 def _largest(tensors: Iterable[Tensor]) -> list[float]:

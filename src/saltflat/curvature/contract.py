@@ -29,8 +29,6 @@ def trace(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """Σ s ‖G_d‖² over directions and samples, as a float64 scalar."""
     _, _, a, positions = left[0].shape
     b, directions = right.shape[2], len(left)
-    if positions == 1:
-        return _trace_single(left, right, sign)
     gram = positions * (directions * a + b)
     if gram < directions * a * b:
         return _trace_gram(left, right, sign)
@@ -40,8 +38,6 @@ def trace(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
 def diagonal(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     """Σ s G_d² over directions and samples, shape (g, a, b)."""
     positions = right.shape[3]
-    if positions == 1:
-        return _diagonal_single(left, right, sign)
     # The sum over directions first costs T(T+1)/2 products an entry instead of D·T, and leaves
     # one large product instead of n·D small ones whose results must each be squared.
     if positions + 1 <= 3 * len(left):
@@ -49,27 +45,17 @@ def diagonal(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     return _diagonal_gradient(left, right, sign)
 
 
+def gradient(left: Tensor, right: Tensor) -> Tensor:
+    """Σ G over samples for one direction, shape (g, a, b)."""
+    _, groups, a, _ = left.shape
+    outer = left.permute(1, 2, 0, 3).reshape(groups, a, -1)
+    inner = right.permute(1, 0, 3, 2).reshape(groups, -1, right.shape[2])
+    return outer @ inner
+
+
 def stack(each: Each) -> Tensor:
     """All directions as one tensor (D, …)."""
     return each if isinstance(each, Tensor) else torch.stack(list(each))
-
-
-def _weighted(squares: Tensor, sign: Tensor | None) -> Tensor:
-    """Σ_d s_{d,n} squares[d, n, …]."""
-    if sign is None:
-        return squares.sum(0)
-    return (squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))).sum(0)
-
-
-def _trace_single(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
-    deltas = _weighted(_norms(stack(left)), sign)  # (n, g)
-    return (deltas * _norms(right)).sum(dtype=torch.float64)
-
-
-def _norms(x: Tensor) -> Tensor:
-    """Squared norms over the last two dimensions, without writing the squares out."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
-    return norms.square_()
 
 
 def _trace_gram(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
@@ -96,16 +82,6 @@ def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
             squares = squares * _per_row(sign[d, rows], right.shape[1]).flatten()
         total += squares.sum(dtype=torch.float64)
     return total
-
-
-def _diagonal_single(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
-    deltas = _weighted(stack(left).square(), sign)[..., 0]  # (n, g, a)
-    if right.shape[1] > 1:
-        return torch.einsum("nga,ngb->gab", deltas, right[..., 0].square())
-    result = right.new_zeros(deltas.shape[2], right.shape[2])
-    for rows in row_blocks(right, 4 * right.shape[2]):  # squares stay in the cache
-        result.addmm_(deltas[rows, 0].mT, right[rows, 0, :, 0].square())
-    return result.unsqueeze(0)
 
 
 def _diagonal_pairs(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:

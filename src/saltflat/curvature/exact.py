@@ -81,21 +81,16 @@ class Pass:
         self.normaliser = 0.0
         self.rules: dict[str, set[str]] = {name: set() for name in requests}
         self.sums: dict[tuple[Kind, str], Tensor] = {}
-        for name, kinds in requests.items():
-            parameter = risk.parameters[name]
-            for kind in kinds:
-                size = shape(kind, parameter, self.weights.get(name))
-                zeros = torch.zeros(size, dtype=torch.float64, device=parameter.device)
-                self.sums[kind, name] = zeros
         self._pending: dict[tuple[Kind, str], Tensor] = {}  # of this chunk, until it is done
         self._additivity = Additivity(risk.loss) if isinstance(risk.loss, CustomLoss) else None
         self._generic: PerSample | None = None
         self._size: int | None = None  # samples a chunk, once memory has run out
 
-    def run(self, batches: Iterable[Batch]) -> dict[tuple[Kind, str], Tensor]:
-        """Σ over all samples, divided by the loss's normaliser."""
+    def run(self, batches: Iterable[Batch], first: Plan) -> dict[tuple[Kind, str], Tensor]:
+        """Σ over all samples, divided by the loss's normaliser; `first` plans the first batch."""
         for index, batch in enumerate(batches):
-            plan = plan_for(self.risk, batch)
+            known = index == 0 and batch.size > 1
+            plan = first if known else plan_for(self.risk, batch)
             if index == 0 and self.settings.certify != "all":
                 self.certified = plan.samples
             self._batch(batch, index, plan)
@@ -105,9 +100,17 @@ class Pass:
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
         return {
-            (kind, name): value / (fisher if kind == "fisher" else scale)
-            for (kind, name), value in self.sums.items()
+            (kind, name): self._sum(kind, name) / (fisher if kind == "fisher" else scale)
+            for name, kinds in self.requests.items()
+            for kind in kinds
         }
+
+    def _sum(self, kind: Kind, name: str) -> Tensor:
+        if (kind, name) in self.sums:
+            return self.sums[kind, name]
+        parameter = self.risk.parameters[name]
+        size = shape(kind, parameter, self.weights.get(name))
+        return torch.zeros(size, dtype=torch.float64, device=parameter.device)
 
     def _batch(self, batch: Batch, index: int, plan: Plan) -> None:
         start, looked = 0, -1  # `looked`: the chunk that was probed as a whole
@@ -136,7 +139,8 @@ class Pass:
             self.normaliser += normaliser
             self.counted += counted
             for key, value in self._pending.items():
-                self.sums[key] += value
+                known = self.sums.get(key)
+                self.sums[key] = value.double() if known is None else known.add_(value)
             start += size
 
     def _chunk(self, plan: Plan, batch: Batch) -> int:
@@ -307,3 +311,12 @@ class Pass:
             key = kind, name
             waiting = self._pending.get(key)
             self._pending[key] = value if waiting is None else waiting.double().add_(value)
+
+
+def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
+    """The values on the CPU, in one transfer: waiting for a GPU once for each is what costs."""
+    if all(value.is_cpu for value in values.values()):
+        return dict(values)
+    flat = torch.cat([value.reshape(-1) for value in values.values()]).cpu()
+    parts = flat.split([value.numel() for value in values.values()])
+    return {k: part.reshape(v.shape) for (k, v), part in zip(values.items(), parts, strict=True)}

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 from saltflat.curvature.contract import Each, stack
 from saltflat.curvature.layout import ConvLayout, ConvTransposeLayout, LinearLayout
 from saltflat.curvature.matrix import Matrix
+from saltflat.curvature.rank_one import Bias, Deltas, RankOne
 from saltflat.curvature.terms import Explicit, Lookup, Outer, Term
 
 
@@ -92,16 +93,19 @@ class LinearUse(Use):
         return LinearLayout(self.transposed).matrix
 
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
-        single = len(self.shape) == 2 and self.shape[0] == rows.count
-        left: Each = (
-            stack(kept)[:, :, None, :, None] if single else [_positions(d, rows) for d in kept]
-        )
+        layout = LinearLayout(self.transposed)
+        if len(self.shape) == 2 and self.shape[0] == rows.count:
+            deltas = Deltas(stack(kept))
+            if "weight" in self.names:
+                yield self.names["weight"], RankOne(deltas, self.input, layout)
+            if "bias" in self.names:
+                yield self.names["bias"], Bias(deltas)
+            return
+        left = [_positions(d, rows) for d in kept]
         if "weight" in self.names:
-            right = _positions(self.input, rows)
-            yield self.names["weight"], Outer(left, right, LinearLayout(self.transposed))
+            yield self.names["weight"], Outer(left, _positions(self.input, rows), layout)
         if "bias" in self.names:
-            summed = stack(kept) if single else torch.stack([d.sum((1, 3)) for d in left])
-            yield self.names["bias"], Explicit(summed)
+            yield self.names["bias"], Explicit(torch.stack([d.sum((1, 3)) for d in left]))
 
 
 @dataclass(frozen=True, slots=True)

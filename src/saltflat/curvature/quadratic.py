@@ -85,7 +85,7 @@ def _rows(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | N
     parts = []
     a, positions = left[0].shape[2:]
     for rows in row_blocks(right, positions * (2 * a + right.shape[2])):
-        outputs = times(w, right[rows])
+        outputs = w @ right[rows]
         for d, delta in enumerate(left):
             sums = layout.outputs((delta[rows] * outputs).sum(3))
             part = None if sign is None else sign[d, rows]
@@ -98,7 +98,7 @@ def _columns(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor 
     b, positions = right.shape[2:]
     for rows in row_blocks(right, positions * (2 * b + left[0].shape[2])):
         for d, delta in enumerate(left):
-            sums = layout.inputs((times(w.mT, delta[rows]) * right[rows]).sum(3))
+            sums = layout.inputs((w.mT @ delta[rows] * right[rows]).sum(3))
             part = None if sign is None else sign[d, rows]
             parts.append(signed(sums.double().square(), part).sum(0))
     return torch.stack(parts).sum(0)
@@ -117,7 +117,7 @@ def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
         gram = inner.mT @ inner
         for d, delta in enumerate(left):
             if by_gram:
-                pulled = times(w.mT, delta[rows])
+                pulled = w.mT @ delta[rows]
                 values = (pulled.mT @ pulled * gram).sum((1, 2, 3))
             else:
                 gradient = delta[rows] @ inner.mT
@@ -125,10 +125,3 @@ def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
             part = None if sign is None else sign[d, rows]
             total += signed(values.double(), part).sum()
     return total
-
-
-def times(matrix: Tensor, values: Tensor) -> Tensor:
-    """(g, p, q) times (n, g, q, T), as one product where there is one position and one group."""
-    if values.shape[1] == 1 and values.shape[3] == 1:
-        return (values[:, 0, :, 0] @ matrix[0].mT)[:, None, :, None]
-    return matrix @ values

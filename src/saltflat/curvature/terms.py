@@ -29,8 +29,8 @@ class Term(ABC):
     def weighted(self, weights: Tensor) -> Tensor:
         """Σ_i weights[i] · G of the first direction, of the parameter's shape."""
         gradient = self.gradient()[0]
-        result: Tensor = torch.tensordot(weights.to(gradient), gradient, dims=1)
-        return result
+        summed = weights.to(gradient) @ gradient.reshape(len(gradient), -1)
+        return summed.reshape(gradient.shape[1:])
 
     def trace(self, sign: Tensor | None) -> Tensor:
         """Σ s ‖G‖², a float64 scalar; `sign` is (D, n) or None."""
@@ -46,6 +46,10 @@ class Term(ABC):
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
         """A quadratic form of the gradients and the weight, in float64."""
         return quadratic.written_out(self.gradient(), weight, sign, form)
+
+    def outer(self) -> Outer | None:
+        """The same gradients as sums of outer products, if they are."""
+        return None
 
 
 @final
@@ -74,13 +78,16 @@ class Outer(Term):
     right: Tensor
     layout: Layout
 
+    def outer(self) -> Outer:
+        return self
+
     def gradient(self) -> Tensor:
         inner = self.right.mT
         return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
 
     def weighted(self, weights: Tensor) -> Tensor:
         left = self.left[0] * weights.to(self.right)[:, None, None, None]
-        return self.layout.assemble(torch.einsum("ngat,ngbt->gab", left, self.right))
+        return self.layout.assemble(contract.gradient(left, self.right))
 
     def trace(self, sign: Tensor | None) -> Tensor:
         return contract.trace(self.left, self.right, sign)
@@ -166,7 +173,7 @@ def combine(terms: Sequence[Term]) -> Term:
     """One term for a parameter that is used several times: its gradients add up."""
     if len(terms) == 1:
         return terms[0]
-    outer = [t for t in terms if isinstance(t, Outer)]
+    outer = [t for t in (term.outer() for term in terms) if t is not None]
     if len(outer) == len(terms) and len({t.layout for t in outer}) == 1:
         directions = range(len(outer[0].left))
         left = [torch.cat([t.left[d] for t in outer], dim=3) for d in directions]
