@@ -180,9 +180,10 @@ def test_the_gap_away_from_the_minimum(spread: float) -> None:
             (v + spread * (2 * draw(seed + k, len(v)) - 1)).exp()
             for k, v in ((2000, best.x), (3000, best.y))
         )
-        sums = _Sum(h, w, a, b, torch.zeros(4, dtype=torch.int64))
+        arrays = [m.numpy() for m in (h, w, a, b)]
         value = total(h, w, a.log(), b.log())
-        gap = _newton(sums)[3]
+        gap = _newton(_Sum(*arrays, None))[3]
+        assert gap == pytest.approx(_newton(_Sum(*arrays, np.zeros(4, np.int64)))[3], rel=1e-6)
         assert value - best.value <= gap
         assert gap <= 20 * (value - best.value) or spread > 0.1
 

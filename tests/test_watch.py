@@ -213,3 +213,17 @@ def test_counts() -> None:
     watch.end(tally)
     assert (tally.samples, tally.batches, tally.largest) == (12, 2, 7)
     assert watch.first is tally
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 9])
+def test_checksum_of_rows_of_any_width_and_place(dtype: torch.dtype, width: int) -> None:
+    """Bytes are read eight at a time, also where they do not begin or end there."""
+    content = torch.arange(1, 12 * width + 2, dtype=dtype)
+    first, shifted = content[:-1].reshape(12, width), content[1:].reshape(12, width)
+    assert checksum((shifted, Y)) == checksum((shifted.clone(), Y))
+    assert checksum((first, Y)) != checksum((shifted, Y))
+    for place in ((0, 0), (11, width - 1)):
+        other = first.clone()
+        other[place] += 1
+        assert checksum((other, Y)) != checksum((first, Y))

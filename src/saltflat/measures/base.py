@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, final
 
 import torch
@@ -27,7 +28,7 @@ class NotApplicable(SaltflatError, ValueError):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layer:
     """A weight matrix of the model: a Linear, a convolution, an embedding, or the like."""
 
@@ -37,6 +38,11 @@ class Layer:
     weight: Tensor  # detached, in the dtype of the computation
     kind: str  # of its last call: "linear", "conv", …; "per-sample" if no rule knows it
     position: int = -1  # of its last call in a forward pass, −1 if no rule saw one
+
+    @cached_property
+    def norm_squared(self) -> float:
+        """‖W‖²_F, summed in float64."""
+        return float(torch.linalg.vector_norm(self.weight, dtype=torch.float64)) ** 2
 
 
 @final
@@ -157,11 +163,6 @@ class Measure(ABC):
         """A measurement of this measure with its name, settings and invariance filled in."""
         usual = {"invariant_to": self.invariant_to, "settings": self.settings()}
         return Measurement(name=self.name, **(usual | fields))
-
-
-def norm_squared(layer: Layer) -> float:
-    """‖W‖²_F, summed in float64."""
-    return float(torch.linalg.vector_norm(layer.weight.double()).square())
 
 
 def column_norms(layer: Layer) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, column_norms, norm_squared
+from saltflat.measures.base import Context, Measure, Need, column_norms
 
 
 @final
@@ -35,7 +35,7 @@ class Kappa(Measure):
         assert context.engine is not None
         by_layer, by_neuron, gap = {}, {}, 0.0
         for layer in context.layers:
-            norm = norm_squared(layer)
+            norm = layer.norm_squared
             value, residual = context.engine.eigenvalue([layer.parameter], self.tol)
             by_layer[layer.name] = norm * value
             gap += norm * residual

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, column_norms, norm_squared
+from saltflat.measures.base import Context, Measure, Need, column_norms
 
 
 @final
@@ -36,7 +36,7 @@ class KappaTrace(Measure):
 
     def compute(self, context: Context) -> Measurement:
         trace = context.quantity("trace")
-        norms = {layer.parameter: norm_squared(layer) for layer in context.layers}
+        norms = {layer.parameter: layer.norm_squared for layer in context.layers}
         by_layer = {
             layer.name: norms[layer.parameter] * float(trace.values[layer.parameter])
             for layer in context.layers

@@ -7,7 +7,7 @@ from math import sqrt
 from typing import ClassVar, final
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable, norm_squared
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
 
 
 @final
@@ -29,7 +29,7 @@ class MatrixNormalizedSharpness(Measure):
         trace = context.quantity("trace")
         by_layer, slopes, clipped = {}, {}, []
         for layer in context.layers:
-            curvature, norm = float(trace.values[layer.parameter]), norm_squared(layer)
+            curvature, norm = float(trace.values[layer.parameter]), layer.norm_squared
             if curvature < 0:
                 clipped.append(f"{layer.name} ({curvature:.3g})")
             root = sqrt(norm * max(curvature, 0.0))

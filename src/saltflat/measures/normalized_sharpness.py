@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saltflat.convex.balance import balance
+from saltflat.curvature.matrix import Matrix
 from saltflat.errors import InvalidValue
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Layer, Measure, Need
@@ -68,7 +69,8 @@ class NormalizedSharpness(Measure):
             h = diagonal.values[layer.parameter]
             found = balance_layer(layer, h)
             by_layer[layer.name] = factor * found.value
-            weights[layer.parameter] = factor * found.slopes
+            drawn = layer.parameter in diagonal.draws
+            weights[layer.parameter] = factor * found.slopes if drawn else 0.0
             gap += factor * found.gap
             negative, size = negative + found.negative, size + found.size
             if not found.attained:
@@ -93,38 +95,53 @@ class NormalizedSharpness(Measure):
 @final
 @dataclass(frozen=True, slots=True)
 class BalancedLayer:
-    """The minimum for one layer; `slopes` and `shrink` are its derivatives in h and in W², of
-    the weight's shape."""
+    """The minimum for one layer, and where it is: log(σσ')² of every group, output and input."""
 
     value: float
     gap: float
     attained: bool
-    slopes: Tensor
-    shrink: Tensor
-    negative: float
-    size: float
+    negative: float  # Σ |h| over what is negative, over kernel positions summed up …
+    size: float  # … and over everything
+    matrix: Matrix
+    shape: torch.Size
+    place: tuple[tuple[Tensor, Tensor], ...]
+    sums: Tensor  # h and W², summed over kernel positions
+    squares: Tensor
+
+    @property
+    def slopes(self) -> Tensor:
+        """The derivatives in h, of the weight's shape."""
+        return self._spread(self.sums > 0, 1.0)
+
+    @property
+    def shrink(self) -> Tensor:
+        """The derivatives in W², of the weight's shape."""
+        return self._spread(self.squares > 0, -1.0)
+
+    def _spread(self, where: Tensor, sign: float) -> Tensor:
+        values = torch.stack([torch.exp(sign * (x[:, None] + y)) for x, y in self.place])
+        kernel = self.shape.numel() // values.numel()
+        each = torch.where(where, values, 0.0).unsqueeze(-1).expand(*values.shape, kernel)
+        return self.matrix.ungrouped(each, self.shape)
 
 
 def balance_layer(layer: Layer, h: Tensor) -> BalancedLayer:
     """eq. 17 for one weight at λ = ½, group by group."""
     matrix = layer.matrix
-    weight = layer.weight.to(h.device, torch.float64)
-    sums, squares = matrix.grouped(h).sum(-1), matrix.grouped(weight.square()).sum(-1)
-    value = gap = 0.0
-    attained, slopes = True, []
-    for curvature, square in zip(sums.clamp(min=0), squares, strict=True):
-        found = balance(curvature, square)
-        value, gap, attained = value + found.value, gap + found.gap, attained and found.attained
-        slopes.append(torch.exp(found.x[:, None] + found.y[None]))
-    shape = matrix.grouped(h).shape
-    spread = torch.stack(slopes).unsqueeze(-1).expand(shape)
-    curved, present = sums.unsqueeze(-1) > 0, squares.unsqueeze(-1) > 0
+    weight = layer.weight.to("cpu", torch.float64)
+    sums, squares = matrix.grouped(h.cpu()).sum(-1), matrix.grouped(weight.square()).sum(-1)
+    clipped = sums.clamp(min=0)
+    found = [balance(*each) for each in zip(clipped, squares, strict=True)]
+    negative = float((clipped - sums).sum())
     return BalancedLayer(
-        value,
-        gap,
-        attained,
-        matrix.ungrouped(torch.where(curved, spread, 0.0), h.shape),
-        matrix.ungrouped(torch.where(present, 1 / spread, 0.0), h.shape),
-        float(sums.clamp(max=0).abs().sum()),
-        float(sums.abs().sum()),
+        value=sum(f.value for f in found),
+        gap=sum(f.gap for f in found),
+        attained=all(f.attained for f in found),
+        negative=negative,
+        size=float(clipped.sum()) + negative,
+        matrix=matrix,
+        shape=h.shape,
+        place=tuple((f.x, f.y) for f in found),
+        sums=sums,
+        squares=squares,
     )

@@ -62,8 +62,8 @@ def provenance(
 
 
 def model_hash(model: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers, with their names, types and shapes."""
-    digest = hashlib.sha256()
+    """A hash (BLAKE2b) of all parameters and buffers, with their names, types and shapes."""
+    digest = hashlib.blake2b(digest_size=32)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue

@@ -15,7 +15,6 @@ from saltflat.measures.base import (
     Need,
     NotApplicable,
     Quantity,
-    norm_squared,
 )
 
 
@@ -57,7 +56,7 @@ class RelativeFlatness(Measure):
     def compute(self, context: Context) -> Measurement:
         chosen = self._chosen(context)
         found = context.quantity(self._kind)
-        factor = {x.parameter: norm_squared(x) if self.simplified else 1.0 for x in context.layers}
+        factor = {x.parameter: x.norm_squared if self.simplified else 1.0 for x in context.layers}
         by_layer = {
             layer.name: factor[layer.parameter] * float(found.values[layer.parameter])
             for layer in context.layers
