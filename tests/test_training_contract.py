@@ -1,8 +1,9 @@
-"""One contract for every optimizer: it works wherever torch's own optimizers do."""
+"""One contract for every optimizer and penalty: it works wherever torch's own optimizers do."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -11,25 +12,43 @@ from collections.abc import Iterator
 import pytest
 import torch
 from optimizers import (
-    NEUTRAL,
-    OPTIMIZERS,
+    CONTENDERS,
+    RANDOM,
+    Run,
     adam,
-    advance,
     assert_no_hooks,
+    base,
     batches,
     close,
     every,
-    loss_of,
+    every_optimizer,
     modes,
     network,
+    neutral,
+    quiet,
     same,
     sgd,
+    start,
+    without_batchnorm,
 )
 from torch import Tensor, nn
 
 from saltflat.errors import SaltflatError
+from saltflat.training.entropy_sgd import EntropySGD
 from saltflat.training.sam import SAM
+from saltflat.training.sharpness_penalty import SharpnessPenalty
 from saltflat.training.wrapper import PerturbedOptimizer
+
+pytestmark = quiet
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> Iterator[None]:
+    """What was there before the tests is not looked through again after each of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -42,35 +61,39 @@ def no_hooks_are_left() -> Iterator[None]:
 
 
 @modes
-@pytest.mark.parametrize("name", NEUTRAL)
+@every
 def test_neutral_setting_is_the_base_bit_for_bit(name: str, by_closure: bool) -> None:
-    make, base = NEUTRAL[name]
+    ends = []
+    for run in (neutral(name, network()), base(name, network())):
+        torch.manual_seed(7)
+        run.advance(batches(5), by_closure=by_closure)
+        ends.append((run.model, torch.get_rng_state()))
+    assert same(ends[0][0], ends[1][0])  # parameters and running statistics
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+def test_entropy_sgd_without_momentum_is_sgd() -> None:
     model, twin = network(), network()
-    optimizer, plain = make(model, model.parameters()), base(twin.parameters())
-    torch.manual_seed(7)
-    advance(model, optimizer, batches(5), by_closure=by_closure)
-    end = torch.get_rng_state()
-    torch.manual_seed(7)
-    advance(twin, plain, batches(5))
-    assert same(model, twin)  # parameters and running statistics
-    assert torch.equal(end, torch.get_rng_state())
+    one = Run(model, EntropySGD(model.parameters(), lr=0.1, steps=1, noise=0.0))
+    for run in (one, Run(twin, torch.optim.SGD(twin.parameters(), lr=0.1))):
+        torch.manual_seed(7)
+        run.advance(batches(5))
+    assert same(model, twin)
 
 
 @every
 def test_other_settings_are_not_the_base(name: str) -> None:
-    model, twin = network(), network()
-    base = adam if "Adam" in name else sgd
-    torch.manual_seed(7)
-    advance(model, OPTIMIZERS[name](model, model.parameters()), batches(4))
-    torch.manual_seed(7)
-    advance(twin, base(twin.parameters()), batches(4))
-    assert not close(model, twin)
+    ends = []
+    for run in (start(name), base(name, network())):
+        torch.manual_seed(7)
+        run.advance(batches(4))
+        ends.append(run.model)
+    assert not close(*ends)
 
 
-@every
+@every_optimizer
 def test_is_an_optimizer(name: str) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    optimizer = start(name).optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, PerturbedOptimizer):
         assert optimizer.param_groups is optimizer.base.param_groups
@@ -80,33 +103,45 @@ def test_is_an_optimizer(name: str) -> None:
 # what perturbed passes leave alone
 
 
+def masks_of(model: nn.Module) -> list[Tensor]:
+    masks: list[Tensor] = []
+    model[3].register_forward_hook(
+        lambda m, args, out: masks.append(out == 0) if m.training else None
+    )
+    return masks
+
+
 @modes
 @every
 def test_running_statistics_and_random_numbers(name: str, by_closure: bool) -> None:
     """Statistics move once a step, and every pass of a step has the same dropout mask."""
     model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    masks: list[Tensor] = []
-    model[3].register_forward_hook(lambda m, args, out: masks.append(out == 0))
-    advance(model, optimizer, batches(2), by_closure=by_closure)
+    run, masks = start(name, model), masks_of(model)
+    torch.manual_seed(7)
+    run.advance(batches(2), by_closure=by_closure)
     if name == "EntropySGD":  # its passes are steps, on data of their own
         assert model[1].num_batches_tracked == (2 if by_closure else 1)
         return
     assert model[1].num_batches_tracked == 2
     first, second = masks[: len(masks) // 2], masks[len(masks) // 2 :]
-    assert len(first) >= 2
+    assert len(first) >= 2 if run.perturbs else len(first) == 1
     assert all(torch.equal(mask, first[0]) for mask in first)
     assert all(torch.equal(mask, second[0]) for mask in second)
     assert not torch.equal(first[0], second[0])
+    end = torch.get_rng_state()
+    other = base(name, network())
+    torch.manual_seed(7)
+    other.advance(batches(2))
+    assert torch.equal(end, torch.get_rng_state())
 
 
-@every
+@every_optimizer
 def test_other_models_go_on(name: str) -> None:
     """Between perturb and step a second network, of another optimizer, keeps its statistics."""
-    model, other = network(), network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    run, other = start(name), network()
+    model, optimizer = run.model, run.optimizer
     x, y = next(batches(1))
-    loss_of(model, x, y).backward()
+    run.loss(x, y).backward()
     _ = optimizer.perturb() if isinstance(optimizer, PerturbedOptimizer) else optimizer.step()
     other(x)
     model(x)
@@ -122,27 +157,24 @@ def test_other_models_go_on(name: str) -> None:
 def test_unless_asked(by_closure: bool) -> None:
     model = network()
     optimizer = SAM(sgd(model.parameters()), freeze_batchnorm=False, same_randomness=False)
-    masks: list[Tensor] = []
-    model[3].register_forward_hook(lambda m, args, out: masks.append(out == 0))
-    advance(model, optimizer, batches(2), by_closure=by_closure)
+    masks = masks_of(model)
+    Run(model, optimizer).advance(batches(2), by_closure=by_closure)
     assert model[1].num_batches_tracked == 4
     assert not torch.equal(masks[0], masks[1])
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "EntropySGD"])
+@pytest.mark.parametrize("name", [n for n in CONTENDERS if start(n).perturbs])
 def test_random_numbers_drawn_before_the_first_pass(name: str) -> None:
     """In halves the first pass begins with the model, not with zero_grad."""
-    model, other = network(), nn.Dropout(0.5)
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    masks: list[Tensor] = []
-    model[3].register_forward_hook(lambda m, args, out: masks.append(out == 0))
+    run, other = start(name), nn.Dropout(0.5)
+    masks = masks_of(run.model)
     for x, y in batches(2):
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
         x = other(x + 0.1 * torch.randn(8, 4))
-        loss_of(model, x, y).backward()
-        while optimizer.perturb():
-            loss_of(model, x, y).backward()
-        optimizer.step()
+        run.loss(x, y).backward()
+        while run.optimizer.perturb():
+            run.loss(x, y).backward()
+        run.optimizer.step()
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[-1], masks[-2])
     assert not torch.equal(masks[0], masks[-1])
@@ -150,26 +182,25 @@ def test_random_numbers_drawn_before_the_first_pass(name: str) -> None:
 
 @every
 def test_an_exception_leaves_the_weights(name: str) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    before = copy.deepcopy(model.state_dict())
+    run = start(name)
+    before = copy.deepcopy(run.model.state_dict())
     calls = []
 
     def closure() -> Tensor:
         calls.append(1)
-        optimizer.zero_grad()
-        loss = loss_of(model, *next(batches(1)))
-        loss.backward()
-        if len(calls) == 2:
+        run.optimizer.zero_grad()
+        loss = run.loss(*next(batches(1)))
+        if len(calls) == (2 if run.perturbs or name == "EntropySGD" else 1):
             raise KeyboardInterrupt
+        loss.backward()
         return loss
 
     with pytest.raises(KeyboardInterrupt):
-        optimizer.step(closure)
+        run.optimizer.step(closure)
     if name != "EntropySGD":  # there it is a step like any other, with its state
-        weights = dict(model.named_parameters())
+        weights = dict(run.model.named_parameters())
         assert all(torch.equal(weights[n], before[n]) for n in weights)
-    optimizer.step(closure)
+    run.optimizer.step(closure)
 
 
 # saving
@@ -178,47 +209,42 @@ def test_an_exception_leaves_the_weights(name: str) -> None:
 @modes
 @every
 def test_state_dict_gives_the_same_trajectory(name: str, by_closure: bool) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    run = start(name)
     torch.manual_seed(7)
-    advance(model, optimizer, batches(3), by_closure=by_closure)
-    for group in optimizer.param_groups:
+    run.advance(batches(3), by_closure=by_closure)
+    for group in run.optimizer.param_groups:
         group["lr"] = 0.05
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    torch.save(run.state_dict(), file)
     torch.manual_seed(9)
-    advance(model, optimizer, batches(3), by_closure=by_closure)
+    run.advance(batches(3), by_closure=by_closure)
 
-    twin = network()
-    loaded = OPTIMIZERS[name](twin, twin.parameters())
+    other = start(name)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    twin.load_state_dict(saved["model"])
-    loaded.load_state_dict(saved["optimizer"])
+    other.load_state_dict(torch.load(file, weights_only=True))
     torch.manual_seed(9)
-    advance(twin, loaded, batches(3), by_closure=by_closure)
-    assert same(model, twin)
+    other.advance(batches(3), by_closure=by_closure)
+    assert same(run.model, other.model)
 
 
 @modes
 @every
 def test_pickle_and_deepcopy(name: str, by_closure: bool) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    advance(model, optimizer, batches(3), by_closure=by_closure)
-    pairs = [pickle.loads(pickle.dumps((model, optimizer))), copy.deepcopy((model, optimizer))]
+    run = start(name)
+    run.advance(batches(3), by_closure=by_closure)
+    copies = [pickle.loads(pickle.dumps(run)), copy.deepcopy(run)]
     torch.manual_seed(9)
-    advance(model, optimizer, batches(3), by_closure=by_closure)
-    for twin, copied in pairs:
+    run.advance(batches(3), by_closure=by_closure)
+    for other in copies:
         torch.manual_seed(9)
-        advance(twin, copied, batches(3), by_closure=by_closure)
-        assert same(model, twin)
+        other.advance(batches(3), by_closure=by_closure)
+        assert same(run.model, other.model)
 
 
 def test_no_copy_of_perturbed_weights() -> None:
     model = network()
     optimizer = SAM(sgd(model.parameters()))
-    loss_of(model, *next(batches(1))).backward()
+    Run(model, optimizer).loss(*next(batches(1))).backward()
     optimizer.perturb()
     with pytest.raises(SaltflatError, match="perturb"):
         pickle.dumps(optimizer)
@@ -229,13 +255,13 @@ def test_no_copy_of_perturbed_weights() -> None:
 def test_the_base_loads_what_the_wrapper_saves_and_back() -> None:
     model, twin = network(), network()
     optimizer, plain = SAM(adam(model.parameters()), rho=0.1), adam(twin.parameters())
-    advance(model, optimizer, batches(2))
+    Run(model, optimizer).advance(batches(2))
     plain.load_state_dict(optimizer.state_dict())
-    advance(twin, plain, batches(2))
+    Run(twin, plain).advance(batches(2))
     optimizer.base.load_state_dict(plain.state_dict())
     assert optimizer.param_groups is optimizer.base.param_groups
     del optimizer.param_groups[0]["rho"]  # as in a file that a plain optimizer wrote
-    advance(model, optimizer, batches(2))
+    Run(model, optimizer).advance(batches(2))
     assert optimizer.base.state[model[0].weight]["step"] == 6
 
 
@@ -244,28 +270,29 @@ def test_the_base_loads_what_the_wrapper_saves_and_back() -> None:
 
 @every
 def test_schedulers(name: str) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    run = start(name)
+    optimizer = run.optimizer
     rate = optimizer.param_groups[0]["lr"]
     schedulers = [
         torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
-        advance(model, optimizer, batches(2))
+        # "lr_scheduler.step() before optimizer.step()"
+        warnings.filterwarnings("error", message=".*lr_scheduler")
+        run.advance(batches(2))
         for scheduler in schedulers:
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 2)  # the last one decides
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4)
-    advance(model, optimizer, batches(1))
+    run.advance(batches(1))
     cycle.step()
     assert optimizer.param_groups[0]["lr"] == cycle.get_last_lr()[0]
-    before = copy.deepcopy(model.state_dict())
+    before = copy.deepcopy(run.model.state_dict())
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    advance(model, optimizer, batches(1))
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    run.advance(batches(1))
+    assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())
 
 
 @every
@@ -274,113 +301,142 @@ def test_parameter_groups(name: str) -> None:
     model = network()
     model[1].bias.requires_grad_(False)
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}]
-    optimizer = OPTIMIZERS[name](model, groups)
+    run = start(name, model, groups)
     before = copy.deepcopy(model.state_dict())
-    advance(model, optimizer, batches(2))
+    run.advance(batches(2))
     assert not torch.equal(model[0].weight, before["0.weight"])
     for key in ("1.weight", "1.bias", "4.weight"):
         assert torch.equal(model.state_dict()[key], before[key])
     unused = nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [*model[4].parameters(), unused]})
-    advance(model, optimizer, batches(2))
+    run.optimizer.add_param_group({"params": [*model[4].parameters(), unused]})
+    run.advance(batches(2))
     assert not torch.equal(model[4].weight, before["4.weight"])
     assert torch.equal(unused, torch.ones(2))
 
 
-@pytest.mark.parametrize("name", ["SAM", "ASAM", "BNSharpnessSGD", "EntropySGD"])
+@pytest.mark.parametrize("name", [n for n in CONTENDERS if "Adam" not in n])
 def test_weight_decay_is_the_base_optimizers(name: str) -> None:
     """Where the loss is constant only the decay is left."""
-    model = network()
     options = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.5}
-    optimizer = OPTIMIZERS[name](model, model.parameters(), **options)
-    for group in optimizer.param_groups:
+    run = start(name, **options)
+    for group in run.optimizer.param_groups:
         if name == "EntropySGD":
             group |= {"noise": 0.0, "gamma": 0.0, "inner_lr": 1e-9, "averaging": 1.0}
-    before = model[0].weight.detach().clone()
+    before = run.model[0].weight.detach().clone()
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = 0 * loss_of(model, *next(batches(1)))
+        run.optimizer.zero_grad()
+        loss = 0 * run.loss(*next(batches(1)))
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    run.optimizer.step(closure)
     # Two inner steps of Entropy-SGD add up.
     share = 2 if name == "EntropySGD" else 1
-    assert torch.allclose(model[0].weight, before * (1 - share * 0.1 * 0.5))
+    assert torch.allclose(run.model[0].weight, before * (1 - share * 0.1 * 0.5))
 
 
 @every
 def test_the_loss_is_returned(name: str) -> None:
-    model = network(dropout=0.0)
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    run = start(name, network(dropout=0.0))
     x, y = next(batches(1))
-    expected = loss_of(network(dropout=0.0), x, y)
+    expected = start(name, network(dropout=0.0)).loss(x, y)
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, x, y)
+        run.optimizer.zero_grad()
+        loss = run.loss(x, y)
         loss.backward()
         return loss
 
     with torch.no_grad():  # gradients are switched on for the closure
-        assert torch.equal(optimizer.step(closure), expected)
+        assert torch.equal(run.optimizer.step(closure), expected)
 
 
 @modes
-@every
-def test_gradient_accumulation(name: str, by_closure: bool) -> None:
-    """Two halves of a batch are the batch; without BatchNorm, which sees the halves."""
+@pytest.mark.parametrize("name", [n for n in CONTENDERS if n != "FAM, estimated"])
+def test_gradient_accumulation(
+    name: str, by_closure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two halves of a batch are the batch, where both halves draw the same random signs."""
     ends = []
     for parts in (1, 2):
-        model = network(dropout=0.0, dtype=torch.float64)
-        model[1] = nn.Identity()
-        optimizer = OPTIMIZERS[name](model, list(model.parameters()))
+        run = start(name, without_batchnorm())
+        if isinstance(run.penalty, SharpnessPenalty):
+            run.penalty.refresh = 1000
+            same_signs(run.penalty, monkeypatch)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            data = batches(4, torch.float64)
-            advance(model, optimizer, data, by_closure=by_closure, parts=parts)
-        ends.append(model)
+            run.advance(batches(4, torch.float64), by_closure=by_closure, parts=parts)
+        ends.append(run.model)
     assert close(*ends, rtol=1e-5)
+
+
+def same_signs(penalty: SharpnessPenalty, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, state = penalty._probe, penalty._generator.get_state()
+
+    def again(name: str) -> Tensor:
+        penalty._generator.set_state(state)
+        return probe(name)
+
+    monkeypatch.setattr(penalty, "_probe", again)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_accumulated_estimates_are_estimates(name: str) -> None:
+    """Micro-batches draw random signs of their own: not the same numbers, and no bias."""
+    run = start(name, without_batchnorm())
+    if isinstance(run.penalty, SharpnessPenalty):
+        run.penalty.refresh = 1000
+    x, y = next(batches(1, torch.float64))
+    draws: dict[int, list[float]] = {1: [], 2: []}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for parts, values in draws.items():
+            for _ in range(200):
+                pieces = zip(x.chunk(parts), y.chunk(parts), strict=True)
+                values.append(sum(float(run.loss(a, b).detach()) / parts for a, b in pieces))
+    whole, halves = torch.tensor(draws[1]), torch.tensor(draws[2])
+    error = float((whole.var() / 200 + halves.var() / 200).sqrt())
+    assert error > 0
+    assert abs(float(whole.mean() - halves.mean())) < 4 * error
 
 
 @every
 def test_gradient_clipping(name: str) -> None:
     """In halves the gradients before `step` are those of the step: zeroed, nothing happens."""
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters(), weight_decay=0.0)
+    run = start(name, weight_decay=0.0)
     if name == "EntropySGD":
-        optimizer.param_groups[0]["noise"] = 0.0
-    before = copy.deepcopy(model.state_dict())
+        run.optimizer.param_groups[0]["noise"] = 0.0
+    before = copy.deepcopy(run.model.state_dict())
 
     def clip() -> None:
-        assert nn.utils.clip_grad_norm_(model.parameters(), 0.0) > 0
+        assert nn.utils.clip_grad_norm_(run.model.parameters(), 0.0) > 0
 
-    advance(model, optimizer, batches(2), by_closure=False, between=clip)
-    weights = dict(model.named_parameters())
+    run.advance(batches(2), by_closure=False, between=clip)
+    weights = dict(run.model.named_parameters())
     assert all(torch.allclose(weights[n], before[n], atol=1e-7) for n in weights)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @every
 def test_zero_grad(name: str, set_to_none: bool) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    advance(model, optimizer, batches(1))
-    assert model[0].weight.grad is not None
-    optimizer.zero_grad(set_to_none)
-    grad = model[0].weight.grad
+    run = start(name)
+    run.advance(batches(1))
+    assert run.model[0].weight.grad is not None
+    run.optimizer.zero_grad(set_to_none)
+    grad = run.model[0].weight.grad
     assert grad is None if set_to_none else torch.equal(grad, torch.zeros(6, 4))
+    run.advance(batches(1))
+    assert run.model[0].weight.grad.any()
 
 
 @every
 def test_step_hooks(name: str) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    run = start(name)
     called = []
-    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: called.append("post"))
-    optimizer.register_state_dict_post_hook(lambda *_: called.append("saved"))
-    advance(model, optimizer, batches(1))
-    optimizer.state_dict()
+    run.optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    run.optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    run.optimizer.register_state_dict_post_hook(lambda *_: called.append("saved"))
+    run.advance(batches(1))
+    run.optimizer.state_dict()
     assert called == ["pre", "post", "saved"]

@@ -11,22 +11,29 @@ from typing import Any
 import pytest
 import torch
 from optimizers import (
-    NEUTRAL,
-    OPTIMIZERS,
-    advance,
+    CONTENDERS,
+    Run,
     assert_no_hooks,
+    base,
     batches,
     close,
     every,
-    loss_of,
     modes,
     network,
+    neutral,
+    quiet,
     same,
+    start,
+    without_batchnorm,
 )
 from torch import Tensor, nn
 
-from saltflat.errors import SaltflatError
-from saltflat.training.wrapper import PerturbedOptimizer
+from saltflat.errors import ModelError, SaltflatError
+from saltflat.measures.planner import measure
+from saltflat.training.fam import FAM
+from saltflat.training.sharpness_penalty import SharpnessPenalty
+
+pytestmark = quiet
 
 
 @pytest.fixture(autouse=True)
@@ -38,120 +45,122 @@ def no_hooks_are_left() -> Iterator[None]:
 # precision and compilation
 
 
+def pair(name: str) -> tuple[Run, Run]:
+    """Two runs to be compared, one of them in low precision."""
+    runs = start(name, network(dropout=0.0)), start(name, network(dropout=0.0))
+    for run in runs:
+        for group in run.optimizer.param_groups:
+            if "strength" in group:
+                group["strength"] = 0.0  # a difference of gradients over δ is noise in bfloat16
+    return runs
+
+
 @modes
 @every
 def test_bfloat16_autocast(name: str, by_closure: bool) -> None:
-    model, exact = network(dropout=0.0), network(dropout=0.0)
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    reference = OPTIMIZERS[name](exact, exact.parameters())
-    start = copy.deepcopy(model)
-    for group in (*optimizer.param_groups, *reference.param_groups):
-        group["strength"] = 0.0  # a difference of gradients over δ is noise in bfloat16
+    run, exact = pair(name)
+    before = copy.deepcopy(run.model)
 
     def cast() -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16)
 
-    advance(model, optimizer, batches(4), by_closure=by_closure, cast=cast)
-    advance(exact, reference, batches(4), by_closure=by_closure)
-    assert model[0].weight.dtype == torch.float32
-    assert close(model, exact, rtol=0.03)
-    assert not close(start, exact, rtol=0.03)
+    run.advance(batches(4), by_closure=by_closure, cast=cast)
+    exact.advance(batches(4), by_closure=by_closure)
+    assert run.model[0].weight.dtype == torch.float32
+    assert close(run.model, exact.model, rtol=0.03)
+    assert not close(before, exact.model, rtol=0.03)
 
 
 @modes
 @every
 def test_autocast_around_the_step(name: str, by_closure: bool) -> None:
     """Autocast keeps the weights it has cast until its end; perturbed ones are cast anew."""
-    inside, around = network(), network()
-    optimizers = [OPTIMIZERS[name](m, m.parameters()) for m in (inside, around)]
+    inside, around = start(name), start(name)
 
     def cast() -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16)
 
     data = list(batches(2))
     torch.manual_seed(7)
-    advance(inside, optimizers[0], data, by_closure=by_closure, cast=cast)
+    inside.advance(data, by_closure=by_closure, cast=cast)
     torch.manual_seed(7)
     for one in data:
         with cast():
-            advance(around, optimizers[1], [one], by_closure=by_closure)
-    assert same(inside, around)
+            around.advance([one], by_closure=by_closure)
+    if isinstance(inside.penalty, FAM):  # its float32 part goes backward in bfloat16 too, around
+        assert close(inside.model, around.model, rtol=0.005)
+    else:
+        assert same(inside.model, around.model)
 
 
-def scaled_steps(model: nn.Module, optimizer: Any, scaler: Any, data: Any, cast: Any) -> None:
+def scaled_steps(run: Run, scaler: Any, data: Any, cast: Any) -> None:
     """As torch's documentation has it, with the passes of perturb."""
     for x, y in data:
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
 
         def backward(x: Tensor = x, y: Tensor = y) -> None:
             with cast():
-                loss = loss_of(model, x, y)
+                loss = run.loss(x, y)
             scaler.scale(loss).backward()
 
         backward()
-        while isinstance(optimizer, PerturbedOptimizer) and optimizer.perturb(scaler):
+        while run.perturbs and run.optimizer.perturb(scaler):
             backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        scaler.step(optimizer)
+        scaler.unscale_(run.optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), 10.0)
+        scaler.step(run.optimizer)
         scaler.update()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None], ids=str)
 @every
 def test_grad_scaler(name: str, dtype: torch.dtype | None) -> None:
-    model, exact = network(dropout=0.0), network(dropout=0.0)
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    reference = OPTIMIZERS[name](exact, exact.parameters())
-    if dtype is not None:
-        for group in (*optimizer.param_groups, *reference.param_groups):
-            group["strength"] = 0.0
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    runs = pair(name) if dtype else [start(name, network(dropout=0.0)) for _ in range(2)]
+    run, exact = runs
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
     scaled_steps(
-        model,
-        optimizer,
+        run,
         scaler,
         batches(4),
         lambda: torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
     )
-    advance(exact, reference, batches(4), by_closure=False)
-    assert close(model, exact, rtol=1e-5 if dtype is None else 0.05)
+    assert scaler.get_scale() == 2.0**6
+    exact.advance(batches(4), by_closure=False)
+    assert close(run.model, exact.model, rtol=1e-5 if dtype is None else 0.05)
 
 
-@pytest.mark.parametrize("name", ["SAM", "ASAM", "SAM, Adam"])
+@pytest.mark.parametrize("name", ["SAM", "ASAM", "SAM, Adam", "SAM with FAM"])
 def test_grad_scaler_without_the_loop(name: str) -> None:
     """perturb, backward, scaler.step: the gradients are unscaled by the step."""
-    model, exact = network(dropout=0.0), network(dropout=0.0)
-    optimizer = OPTIMIZERS[name](model, model.parameters())
-    reference = OPTIMIZERS[name](exact, exact.parameters())
+    run, exact = (start(name, network(dropout=0.0)) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for x, y in batches(3):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, x, y)).backward()
-        optimizer.perturb()
-        scaler.scale(loss_of(model, x, y)).backward()
-        scaler.step(optimizer)
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss(x, y)).backward()
+        run.optimizer.perturb()
+        scaler.scale(run.loss(x, y)).backward()
+        scaler.step(run.optimizer)
         scaler.update()
-    advance(exact, reference, batches(3))
-    assert close(model, exact)
+    exact.advance(batches(3))
+    assert close(run.model, exact.model)
 
 
 @every
 def test_an_overflow_skips_the_step(name: str) -> None:
     """In the first pass or in the last: weights and state stay, the scale falls."""
     for failing in (0, -1):
-        model = network(dropout=0.0)
-        optimizer = OPTIMIZERS[name](model, model.parameters())
+        run = start(name, network(dropout=0.0))
+        model, optimizer = run.model, run.optimizer
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         before = [p.detach().clone() for p in model.parameters()]
         x, y = next(batches(1))
         passes = 1
-        if isinstance(optimizer, PerturbedOptimizer):
+        if run.perturbs:
             passes += 2 * getattr(optimizer, "ascent_steps", 0) + (1 if "SAM" in name else 2)
         for i in range(passes):
-            loss = loss_of(model, x, y)
+            loss = run.loss(x, y)
             scaler.scale(loss * (float("inf") if i == failing % passes else 1)).backward()
-            if isinstance(optimizer, PerturbedOptimizer):
+            if run.perturbs:
                 optimizer.perturb(scaler)
         scaler.step(optimizer)
         scaler.update()
@@ -161,15 +170,14 @@ def test_an_overflow_skips_the_step(name: str) -> None:
 
 
 def test_the_scale_is_asked_for() -> None:
-    model = network()
-    optimizer = OPTIMIZERS["BNSharpnessSGD"](model, model.parameters())
+    run = start("BNSharpnessSGD")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     x, y = next(batches(1))
-    scaler.scale(loss_of(model, x, y)).backward()
-    while optimizer.perturb():
-        scaler.scale(loss_of(model, x, y)).backward()
+    scaler.scale(run.loss(x, y)).backward()
+    while run.optimizer.perturb():
+        scaler.scale(run.loss(x, y)).backward()
     with pytest.raises(SaltflatError, match=r"perturb\(scaler\)"):
-        scaler.step(optimizer)
+        scaler.step(run.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -178,20 +186,30 @@ def test_the_scale_is_asked_for() -> None:
 @every
 def test_compiled_models(name: str, way: str, by_closure: bool) -> None:
     torch._dynamo.reset()
-    model, twin = network(dropout=0.0), network(dropout=0.0)
+    model, plain = network(dropout=0.0), start(name, network(dropout=0.0))
     if way == "in place":
         model.compile(backend="eager")
-        run = model
+        called = model
     else:
-        run = torch.compile(model, backend="eager")
+        called = torch.compile(model, backend="eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        optimizer = OPTIMIZERS[name](model, model.parameters())
-        advance(run, optimizer, batches(4), by_closure=by_closure)
-    advance(twin, OPTIMIZERS[name](twin, twin.parameters()), batches(4), by_closure=by_closure)
+        warnings.filterwarnings("error", message=".*torch.compile")
+        run = start(name, model)
+        run.called = called
+        run.advance(batches(4), by_closure=by_closure)
+    plain.advance(batches(4), by_closure=by_closure)
+    twin = plain.model
     assert close(model, twin)
     assert torch.allclose(model[1].running_mean, twin[1].running_mean, rtol=1e-5, atol=1e-6)
     assert model[1].num_batches_tracked == twin[1].num_batches_tracked
+
+
+def test_a_penalty_on_code_without_second_derivatives() -> None:
+    torch._dynamo.reset()
+    run = start("SharpnessPenalty", network(dropout=0.0))
+    run.called = torch.compile(run.model, backend="aot_eager")
+    with pytest.raises(ModelError, match="backend='eager' or not at all"):
+        run.loss(*next(batches(1)))
 
 
 # a GPU
@@ -201,57 +219,61 @@ def test_compiled_models(name: str, way: str, by_closure: bool) -> None:
 @every
 def test_cuda(name: str) -> None:
     """fp16 with GradScaler, dropout masks, a checkpoint and the neutral setting."""
-    model, twin = network().cuda(), network().cuda()
-    optimizer = OPTIMIZERS[name](model, model.parameters())
+    run = start(name, network().cuda())
     masks: list[Tensor] = []
-    model[3].register_forward_hook(lambda m, args, out: masks.append(out == 0))
+    run.model[3].register_forward_hook(
+        lambda m, args, out: masks.append(out == 0) if m.training else None
+    )
     data = [(x.cuda(), y.cuda()) for x, y in batches(3)]
-    advance(model, optimizer, data, by_closure=False)
-    if name != "EntropySGD":
+    run.advance(data, by_closure=False)
+    if run.perturbs:
         assert torch.equal(masks[0], masks[1])
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
     half = lambda: torch.autocast("cuda", torch.float16)  # noqa: E731
-    scaled_steps(model, optimizer, scaler, data, half)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    loaded = OPTIMIZERS[name](twin, twin.parameters())
-    twin.load_state_dict(model.state_dict())
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, its in ((model, optimizer), (twin, loaded)):
+    scaled_steps(run, scaler, data, half)
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    loaded = start(name, network().cuda())
+    loaded.load_state_dict(copy.deepcopy(run.state_dict()))
+    for each in (run, loaded):
         torch.manual_seed(3)
-        advance(each, its, data)
-    assert close(model, twin)
+        each.advance(data)
+    assert close(run.model, loaded.model)
 
-    make, base = NEUTRAL[name]
-    model, twin = network().cuda(), network().cuda()
-    for each, its in ((model, make(model, model.parameters())), (twin, base(twin.parameters()))):
+    runs = neutral(name, network().cuda()), base(name, network().cuda())
+    for each in runs:
         torch.manual_seed(3)
-        advance(each, its, data, by_closure=False)
-    assert close(model, twin)
+        each.advance(data, by_closure=False)
+    assert close(runs[0].model, runs[1].model)
 
 
 # two processes
 
-
-def without_batchnorm() -> nn.Sequential:
-    """BatchNorm normalises on each rank for itself, so two ranks are not one process."""
-    model = network(dropout=0.0, dtype=torch.float64)
-    model[1] = nn.Identity()
-    return model
+# Random signs are drawn for the samples at hand, so that shards are estimates of their own.
+EQUAL = [name for name in CONTENDERS if name != "FAM, estimated"]
 
 
 def train_all(wrap: Callable[[nn.Module], nn.Module], part: slice) -> dict[str, Any]:
     ends = {}
-    for name, make in OPTIMIZERS.items():
-        model = without_batchnorm()
-        run = wrap(model)
-        optimizer = make(model, list(model.parameters()))
+    for name in EQUAL:
+        run = start(name, without_batchnorm())
+        run.called = wrap(run.model)
         data = [(x[part], y[part]) for x, y in batches(3, torch.float64)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            advance(run, optimizer, data)
-            advance(run, optimizer, data, by_closure=False)
-        ends[name] = model.state_dict()
+            run.advance(data)
+            run.advance(data, by_closure=False)
+        ends[name] = run.model.state_dict()
     return ends
+
+
+def of_shards(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+    """Gradients of a penalty whose scales are found on the shard of the rank, not on all data."""
+    x, y = next(batches(1, torch.float64))
+    part = slice(4 * rank, 4 * rank + 4)
+    model = without_batchnorm()
+    called, penalty = wrap(model), SharpnessPenalty(model, (x[part], y[part]), 1.0)
+    penalty(nn.functional.cross_entropy(called(x[part]), y[part])).backward()
+    return [p.grad for p in model.parameters()]
 
 
 def one_rank(rank: int, folder: str) -> None:
@@ -259,18 +281,45 @@ def one_rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
     )
-    ends = train_all(nn.parallel.DistributedDataParallel, slice(4 * rank, 4 * rank + 4))
-    torch.save(ends, os.path.join(folder, f"{rank}.pt"))
+    parallel = nn.parallel.DistributedDataParallel
+    ends = train_all(parallel, slice(4 * rank, 4 * rank + 4))
+    torch.save((ends, of_shards(rank, parallel)), os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_are_one(tmp_path) -> None:
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=2)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two processes made of their halves of the batches."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_two_processes_are_one(ranks: list[Any]) -> None:
     alone = train_all(lambda model: model, slice(None))
     half = train_all(lambda model: model, slice(0, 4))
-    for rank in (0, 1):
-        ends = torch.load(tmp_path / f"{rank}.pt")
+    for ends, _ in ranks:
         for name, expected in alone.items():
             for key, value in expected.items():
                 assert torch.allclose(ends[name][key], value, rtol=1e-8, atol=1e-10), (name, key)
             assert not torch.allclose(ends[name]["0.weight"], half[name]["0.weight"], rtol=1e-4)
+
+
+def test_two_processes_with_scales_of_their_own(ranks: list[Any]) -> None:
+    """Sharpness is a minimum over scales: that of all data is at least the mean of the shards'."""
+    shards = [of_shards(rank, lambda model: model) for rank in (0, 1)]
+    x, y = next(batches(1, torch.float64))
+    model = without_batchnorm()
+    penalty = SharpnessPenalty(model, (x, y), 1.0)
+    penalty(nn.functional.cross_entropy(model(x), y)).backward()
+    for _, gradients in ranks:
+        for p, got, one, two in zip(model.parameters(), gradients, *shards, strict=True):
+            assert torch.allclose(got, (one + two) / 2, rtol=1e-8, atol=1e-12)
+            assert not torch.allclose(got, p.grad, rtol=1e-4)
+
+    def sharpness(part: slice) -> float:
+        found = measure(model, (x[part], y[part]), measures=["minimum_sharpness"])
+        return found["minimum_sharpness"].value
+
+    halves = (sharpness(slice(0, 4)) + sharpness(slice(4, 8))) / 2
+    assert halves < sharpness(slice(None)) * (1 - 1e-4)

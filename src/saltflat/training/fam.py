@@ -49,6 +49,12 @@ class FAM:
     groups. BatchNorm in training mode ABOVE the layer couples the samples; its statistics are
     held constant in the second derivative (not in the gradient), which a warning says.
 
+    The penalty is a mean over samples, as a loss with reduction "mean" is: micro-batches of equal
+    size, and equal shards under DistributedDataParallel, add up to the whole batch. They do not
+    where samples are coupled: with normalize_features, BatchNorm in training mode, weights of
+    classes, or a loss that is not a mean over samples. With an estimator each part draws random
+    signs of its own, which leaves the estimate unbiased.
+
     Where the loss or the network is not convex κ may be negative; strength then has a limit.
 
     Copies of the model (deepcopy, pickle) carry no penalty; copies of the FAM object carry their

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.stochastic import Hutchinson
-from saltflat.errors import InvalidValue, LossError
+from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
-from saltflat.measures.base import Context
+from saltflat.measures.base import Context, Quantity
 from saltflat.measures.engine import CurvatureEngine
 from saltflat.measures.normalized_sharpness import balance_layer
 from saltflat.risk import Risk, unwrap
-from saltflat.symmetries.balance import least_trace
+from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace
+from saltflat.symmetries.group import Group
 from saltflat.training.checks import check_number
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
@@ -53,6 +54,14 @@ class SharpnessPenalty:
     `loss` is the loss of the batch, with its graph; the penalty is an unbiased estimate of the
     measure's linear part on that batch, and so is its gradient, at the last found scales. One call
     costs about four gradients a probe, and needs a model that can be differentiated three times.
+
+    At given scales and random signs the penalty is a mean over samples, as the loss is. With the
+    same `data` and `seed` on every rank, DistributedDataParallel with shards of equal size thus
+    computes what one process computes on the whole batch. If every rank finds the scales on data
+    of its own, the gradient is the mean of the ranks' penalties, each at its own scales; as a
+    minimum over scales is concave in the curvature, the mean of the shards' sharpness is at most
+    that of all data. Micro-batches of gradient accumulation draw random signs of their own, which
+    leaves the estimate unbiased.
     """
 
     def __init__(
@@ -111,8 +120,12 @@ class SharpnessPenalty:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls = int(state["calls"])
-        self._generator.set_state(state["generator"])
-        self._weights, self._norms = dict(state["weights"]), dict(state["norms"])
+        self._generator.set_state(state["generator"].cpu())
+        named = dict(unwrap(self.model).named_parameters())
+        self._weights, self._norms = (
+            {name: value.to(named[name]) for name, value in state[part].items()}
+            for part in ("weights", "norms")
+        )
 
     def _curvature(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         wanted = list(parameters.values())
@@ -128,7 +141,7 @@ class SharpnessPenalty:
             inner = torch.stack(
                 [(g * v).sum() for g, v in zip(gradients, vectors, strict=True)]
             ).sum()
-            products = torch.autograd.grad(inner, wanted, create_graph=True, materialize_grads=True)
+            products = _twice(inner, wanted)
             for product, v in zip(products, vectors, strict=True):
                 total = total + (product * v).sum()
         return total / self.probes
@@ -143,7 +156,8 @@ class SharpnessPenalty:
         risk = Risk(self.model, self.data, self.loss)
         with risk.session():
             engine = CurvatureEngine(risk, "hessian", Hutchinson(), Settings(), 0)
-            diagonal = engine.quantities(frozenset({"diagonal"}))["diagonal"].values
+            curvature = engine.quantities(frozenset({"diagonal"}))["diagonal"]
+            diagonal = curvature.values
             context = Context(risk, engine.layers(), {}, 0, engine)
             slopes: dict[str, Tensor | float] = {}
             norms: dict[str, Tensor] = {}
@@ -155,7 +169,7 @@ class SharpnessPenalty:
             else:
                 layerwise = self.measure == "minimum_sharpness"
                 group = context.group.only("layer") if layerwise else context.group
-                slopes = dict(least_trace(group, diagonal).slopes)
+                slopes = dict(_least(group, curvature).slopes)
         named = dict(unwrap(self.model).named_parameters())
         self._weights = {
             name: torch.as_tensor(a, dtype=torch.float64)
@@ -165,3 +179,26 @@ class SharpnessPenalty:
             for name, a in slopes.items()
         }
         self._norms = {name: value.to(named[name]) for name, value in norms.items()}
+
+
+def _twice(inner: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
+    """The derivative of what is a derivative already."""
+    try:
+        return torch.autograd.grad(inner, wanted, create_graph=True, materialize_grads=True)
+    except RuntimeError as error:
+        if "double backward" not in str(error):
+            raise
+        raise ModelError(
+            "The model is compiled to kernels without second derivatives, which the penalty "
+            "needs. Compile with backend='eager' or not at all."
+        ) from error
+
+
+def _least(group: Group, diagonal: Quantity) -> Least:
+    try:
+        return least_trace(group, diagonal.values, diagonal.errors())
+    except NegativeCurvature as error:
+        raise NegativeCurvature(
+            "The curvature of some parameters is negative, so the least trace may be −∞ and is no "
+            "penalty. Use measure='normalized_sharpness', which counts it as 0."
+        ) from error
