@@ -9,7 +9,9 @@ the samples, Σ_i a_i G_i equals autograd's own gradient. The weights catch a ru
 other dimension for the samples; the comparison catches every use that the recorder did not see.
 
 *Piecewise linearity.* If outputs o are piecewise linear in a block, its Hessian block equals the
-Gauss–Newton block for any loss. With parameters held fixed, the gradients δ = ∂⟨r, o⟩/∂z at all
+Gauss–Newton block for any loss. Where every operation of the autograd graph is a known one, that
+is read off the graph (see `structure`). The other blocks are probed. With parameters held fixed,
+the gradients δ = ∂⟨r, o⟩/∂z at all
 recorded operations must not change with any z; one random second derivative decides that for
 every block at once. It can fail though each block alone is linear (a product of two branches),
 and it says nothing of a parameter used twice along a path; those blocks are probed one by one, by
@@ -38,6 +40,7 @@ from saltflat.curvature.plan import (
     signature,
 )
 from saltflat.curvature.record import Recorder
+from saltflat.curvature.structure import unproven
 from saltflat.curvature.terms import Term, combine
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
@@ -66,6 +69,7 @@ class _Probe:
         if outputs.requires_grad:
             self.outputs = outputs
             self.cotangent = self._normal(outputs)
+            self.doubtful = unproven(outputs, self.risk.parameters)
             self._deltas()
             rules, dims = self._rules()
             linear, reasons = self._linearity(rules)
@@ -121,9 +125,9 @@ class _Probe:
         return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
 
     def _forward(self) -> tuple[Tensor, list[Use]]:
-        with Recorder(self.risk.parameters, sizes=True) as recorder:
+        with Recorder(self.risk.parameters, keep=True) as recorder:
             outputs = self.risk.forward(self.batch)
-        self.sizes = recorder.sizes or []
+        self.values = recorder.outputs
         return outputs, recorder.uses
 
     def _coupled(self, outputs: Tensor) -> bool:
@@ -157,16 +161,21 @@ class _Probe:
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-10 if a.dtype == torch.float64 else 1e-3
-        difference, whole = _largest([(a - b).detach(), b.detach()])
+        difference, whole = _largest([a - b, b])
         return difference <= tolerance * max(whole, 1e-30)
 
     def _deltas(self) -> None:
-        """δ at every recorded operation for the random cotangent, differentiable once more."""
+        """δ at every recorded operation, differentiable once more if linearity is in doubt."""
         edges = [use.edge for use in self.uses]
         self.deltas: Sequence[Tensor | None] = ()
         if edges:
             self.deltas = torch.autograd.grad(
-                self.outputs, edges, self.cotangent, create_graph=True, allow_unused=True
+                self.outputs,
+                edges,
+                self.cotangent,
+                retain_graph=True,
+                create_graph=bool(self.doubtful),
+                allow_unused=True,
             )
 
     def _rules(self) -> tuple[dict[str, str], dict[str, int]]:
@@ -183,7 +192,7 @@ class _Probe:
         rules = {name: UNUSED if g is None else GENERIC for name, g in gradients.items()}
         dims: dict[str, int] = {}
         given = {name: g for name, g in gradients.items() if g is not None}
-        sizes = dict(zip(given, _largest(given.values()), strict=True))
+        sizes = dict(zip(given, _largest(list(given.values())), strict=True))
         open_ = {name for name, size in sizes.items() if size > 0}
         self.unseen = frozenset(sizes) - open_
         for dim in (0, 1):
@@ -194,7 +203,7 @@ class _Probe:
                     for name, terms in offers.items()
                 }
             fitting = {n: v - given[n] for n, v in values.items() if v.shape == given[n].shape}
-            for name, error in zip(fitting, _largest(fitting.values()), strict=True):
+            for name, error in zip(fitting, _largest(list(fitting.values())), strict=True):
                 if error <= self._tolerance(given[name]) * sizes[name]:
                     rules[name], dims[name] = offers[name][0][0].rule, dim
                     open_.discard(name)
@@ -223,14 +232,13 @@ class _Probe:
             for name in use.names.values():
                 calls[name] = calls.get(name, 0) + 1
         single = {n for n, rule in rules.items() if calls.get(n) == 1 and rule != GENERIC}
-        n = self.batch.size
-        good = f"outputs are piecewise linear in it on {n} probed samples"
+        good = f"outputs are piecewise linear in it on {self.batch.size} probed samples"
         linear, reasons = dict.fromkeys(rules, True), dict.fromkeys(rules, good)
-        together = self._all_linear()
+        together = bool(self.doubtful) and self._all_linear()
         for name, rule in rules.items():
             if rule == UNUSED:
                 reasons[name] = "no effect on outputs"
-            elif not (together and name in single):
+            elif name in self.doubtful and not (together and name in single):
                 problem = self._nonlinear(self.risk.parameters[name])
                 if problem:
                     linear[name], reasons[name] = False, problem
@@ -238,16 +246,16 @@ class _Probe:
 
     def _all_linear(self) -> bool:
         """Whether no δ changes with any recorded output."""
-        pairs = [
-            (use.edge, delta, size)
-            for use, delta, size in zip(self.uses, self.deltas, self.sizes, strict=True)
+        found = [
+            (use.edge, delta, value)
+            for use, delta, value in zip(self.uses, self.deltas, self.values, strict=True)
             if delta is not None and delta.requires_grad
         ]
-        if not pairs:
+        if not found:
             return True
-        edges = [edge for edge, _, _ in pairs]
-        deltas = [delta for _, delta, _ in pairs]
-        scales = self._scales(deltas, [size for _, _, size in pairs])
+        edges = [edge for edge, _, _ in found]
+        deltas = [delta for _, delta, _ in found]
+        scales = self._scales(deltas, [value for _, _, value in found])
         directions = [self._normal(d) * scale for d, scale in zip(deltas, scales, strict=True)]
         try:
             changes = torch.autograd.grad(
@@ -260,15 +268,17 @@ class _Probe:
         bends = zip(moved, sizes[: len(moved)], sizes[len(moved) :], strict=True)
         return all(change <= _rounding(c) * scale for (c, _), change, scale in bends)
 
-    def _scales(self, gradients: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+    def _scales(self, gradients: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """The sizes of directions, so large that a change of a gradient along one would show.
 
         At least that of the thing itself, and of what changes the outputs by about themselves;
         at least 1, since both can vanish (a network that is zero at its start).
         """
-        norms = torch.stack([_norm(gradient) for gradient in gradients])
-        ratios = _norm(self.outputs) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
-        return torch.maximum(torch.stack(list(sizes)), ratios.clamp(max=1e30)).clamp(min=1.0)
+        norms = _norms(gradients)
+        ratios = _norms([self.outputs]) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+        roots = [value.numel() ** 0.5 for value in values]
+        sizes = _norms(values) / torch.tensor(roots, device=norms.device)
+        return torch.maximum(sizes, ratios.clamp(max=1e30)).clamp(min=1.0)
 
     def _nonlinear(self, parameter: Tensor) -> str | None:
         """Why the outputs are not piecewise linear in one parameter, or None if they are."""
@@ -278,8 +288,7 @@ class _Probe:
             )
             if not gradient.requires_grad:
                 return None
-            (scale,) = self._scales([gradient], [_norm(parameter) / parameter.numel() ** 0.5])
-            direction = self._normal(gradient) * scale
+            direction = self._normal(gradient) * self._scales([gradient], [parameter])
             (change,) = torch.autograd.grad(
                 gradient, parameter, direction, retain_graph=True, allow_unused=True
             )
@@ -290,17 +299,17 @@ class _Probe:
         return "outputs are not piecewise linear in it"
 
 
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x.detach())
-    return norm
-
-
-def _largest(tensors: Iterable[Tensor]) -> list[float]:
-    """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
-    norms = [torch.linalg.vector_norm(x, ord=float("inf")) for x in tensors]
+def _norms(tensors: Iterable[Tensor], order: float = 2.0) -> Tensor:
+    """Norms of all of them, in a few launches on a GPU."""
+    norms = list(torch._foreach_norm([x.detach() for x in tensors], order))
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]
-    found: list[float] = torch.stack(norms).tolist() if norms else []
+    return torch.stack(norms)
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[float]:
+    """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
+    found: list[float] = _norms(tensors, float("inf")).tolist() if tensors else []
     return found
 
 

@@ -35,11 +35,15 @@ Builder = Callable[[Names, Arguments, Tensor], Use | None]
 
 @final
 class Recorder(TorchFunctionMode):
-    """Context manager around a forward pass; afterwards `uses` holds what was seen, in order."""
+    """Context manager around a forward pass; afterwards `uses` holds what was seen, in order.
 
-    def __init__(self, parameters: Mapping[str, Tensor], sizes: bool = False) -> None:
+    With `keep`, `outputs` holds what these operations gave.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], keep: bool = False) -> None:
         super().__init__()
-        self.sizes: list[Tensor] | None = [] if sizes else None  # of the outputs, on demand
+        self.keep = keep
+        self.outputs: list[Tensor] = []
         self.names = {id(p): name for name, p in parameters.items()}
         self.uses: list[Use] = []
 
@@ -58,9 +62,8 @@ class Recorder(TorchFunctionMode):
             use = build(self.names, bound, output)
             if use is not None:
                 self.uses.append(use)
-                if self.sizes is not None:
-                    norm = torch.linalg.vector_norm(output.detach())
-                    self.sizes.append(norm / output.numel() ** 0.5)
+                if self.keep:
+                    self.outputs.append(output.detach())
         return output
 
 
