@@ -16,7 +16,7 @@ from saltflat.session import RandomState, lend
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.dead import liveness
 from saltflat.symmetries.group import Generator, Group, Kind
-from saltflat.symmetries.propagate import Propagation
+from saltflat.symmetries.propagate import RULES, Propagation
 from saltflat.symmetries.rescale import Exponents
 from saltflat.symmetries.tape import Answer, Tape, record
 from saltflat.symmetries.verify import split
@@ -83,7 +83,7 @@ def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape
     everything = {id(p) for p in model.parameters()}
     try:
         with lend(model, everything, None):
-            return record(Answer(model, output), args, kwargs)
+            return record(Answer(model, output), args, kwargs, RULES)
     except TypeError as error:
         raise InvalidType(
             "The model cannot be run on the example, which is inputs only: a tensor for model(x), "
