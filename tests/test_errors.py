@@ -270,7 +270,9 @@ def test_detached_outputs() -> None:
 def test_a_model_that_is_random_in_eval_mode() -> None:
     noisy = Answers(lambda o: o * (1 + torch.rand_like(o)))
     refuses(ValueError, "random", model=noisy)
-    refuses(ValueError, "random", model=Answers(lambda o: nn.functional.dropout(o, 0.5)))
+    for seed in range(40):  # the masks of three outputs agree by chance, one time in eight
+        torch.manual_seed(seed)
+        refuses(ValueError, "random", model=Answers(lambda o: nn.functional.dropout(o, 0.5)))
 
 
 def test_batch_statistics_in_eval_mode_are_right_or_refused() -> None:
