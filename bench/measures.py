@@ -57,14 +57,17 @@ def runs(problem: Problem) -> dict[str, Callable[[], object]]:
     return found
 
 
-def lines(name: str, repeats: int) -> list[str]:
+def lines(name: str, repeats: int, seconds: float) -> list[str]:
+    """The rows of one network; rounds over all of them are repeated while there is time."""
     problem = prepare(CASES[name])
+    few = runs(problem.head(2))
     timed = {}
     for row, run in runs(problem).items():
-        run()
+        few[row]()  # to warm up
         clear_cache()
         timed[row] = Timed(run, clear_cache, clocked(run, "cpu")[0])
-    times = in_turns(timed, repeats, "cpu")
+    rounds = int(seconds / sum(each.first for each in timed.values()))
+    times = in_turns(timed, min(repeats, rounds), "cpu")
     one = times["diagonal"].best
     found = []
     for row, each in times.items():
@@ -80,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=list(CASES), default=NETWORKS)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=90, help="for the repeats of a network")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     configure("cpu", False)
@@ -90,7 +94,7 @@ def main() -> None:
         "|---|---|---:|---:|---|",
     ]
     for name in options.networks:
-        for line in lines(name, options.repeats):
+        for line in lines(name, options.repeats, options.seconds):
             print(line, flush=True)
             table.append(line)
         options.out.mkdir(parents=True, exist_ok=True)
