@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -244,9 +245,10 @@ def frozen_norm() -> nn.Module:
     return model
 
 
-def transposed() -> nn.Module:
-    up = seq(nn.ConvTranspose2d(2, 5, 2), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten())
-    return seq(up, nn.Linear(125, 3))
+def transposed(channels: int = 5, groups: int = 1) -> nn.Module:
+    layer = nn.ConvTranspose2d(2, channels, 2, groups=groups)
+    up = seq(layer, nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten())
+    return seq(up, nn.Linear(25 * channels, 3))
 
 
 def sequence_linear() -> nn.Module:
@@ -270,6 +272,7 @@ MODELS = {
     "pre-activation": (PreActivation, {"conv.weight": 2}),
     "statistics that are not the batch's": (frozen_norm, {"4.weight": 4}),
     "transposed": (transposed, {"0.0.weight": 5}),
+    "a slice for two channels": (lambda: transposed(4, 2), {}),
     "positions": (sequence_linear, {}),
     "tied": (tied, {}),
 }
@@ -290,6 +293,54 @@ def test_filters(name: str, compiled: bool) -> None:
         optimizer.step(closure_of(run, optimizer))
         assert optimizer.filters == expected
         assert all(n in repr(optimizer) for n in expected)
+
+
+def through_relu() -> nn.Module:
+    """Only the scale of the first and the third layer reaches BatchNorm on its own."""
+    first = seq(nn.Conv2d(2, 3, 1, bias=False), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(3))
+    biased = seq(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.BatchNorm2d(4))
+    direct = seq(nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.Tanh())
+    curved = seq(nn.Conv2d(2, 2, 1, bias=False), nn.Tanh(), nn.BatchNorm2d(2))
+    frozen = seq(nn.Conv2d(2, 2, 1, bias=False), nn.ReLU(), nn.BatchNorm2d(2))
+    frozen[2].eval()
+    return seq(first, biased, direct, curved, frozen, nn.Flatten(), nn.Linear(8, 3))
+
+
+def test_filters_by_scale_inference() -> None:
+    model = through_relu().double()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = BNSharpnessSGD(base, model, example=X)
+    assert optimizer.filters is None
+    copied = pickle.loads(pickle.dumps(optimizer))
+    optimizer.step(closure_of(model, optimizer))
+    assert optimizer.filters == {"2.0.weight": 2, "0.0.weight": 3}
+    assert "2.0.weight: 2 (forward pass), 0.0.weight: 3 (scale inference)" in repr(optimizer)
+    copied.step(closure_of(copied.model, copied))
+    assert copied.filters == optimizer.filters
+    plain = BNSharpnessSGD(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    plain.step(closure_of(model, plain))
+    assert plain.filters == {"2.0.weight": 2}
+
+
+def test_scaled_filters_change_nothing() -> None:
+    """What the filters are found for: with batch statistics the outputs stay, up to eps."""
+    model = through_relu().double()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.eps = 1e-14
+    optimizer = BNSharpnessSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, example=X)
+    before = model(X)
+    for name in optimizer.filters:
+        with torch.no_grad():
+            model.get_parameter(name).mul_(
+                torch.tensor([2.0, 3, 5])[: optimizer.filters[name], None, None, None]
+            )
+        assert torch.allclose(model(X), before, rtol=1e-9)
+    for name in ("1.0.weight", "3.0.weight", "4.0.weight", "6.weight"):
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            moved.get_parameter(name).mul_(2.0)
+        assert not torch.allclose(moved(X), before, rtol=1e-4)
 
 
 def test_no_filters_is_said() -> None:
@@ -334,6 +385,7 @@ def test_a_failing_forward_pass_is_not_the_first() -> None:
         ({"clip": 0.0}, "clip"),
         ({"filters": ["00"]}, "no layer"),
         ({"filters": ["1"]}, "BatchNorm2d"),
+        ({"filters": ["0"], "example": X}, "either filters or the example"),
         ({"model": 3}, "Module"),
     ],
 )

@@ -79,7 +79,7 @@ _CONVOLUTIONS = dict.fromkeys(
 )
 _UNITS: dict[Any, int] = _LINEAR | _CONVOLUTIONS  # operation -> dimension of its output units
 
-# What hands entries on as they are. Dropout does, in evaluation mode.
+# What hands entries on, each as it is or times a number that is not its unit's.
 _PASSING = frozenset(
     {
         "view",
@@ -122,17 +122,18 @@ class Feeds(TorchFunctionMode):
     changes nothing, whatever its bias.
     """
 
-    def __init__(self, layers: Sequence[Layer], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, units: Mapping[str, int], parameters: Mapping[str, Tensor], *, training: bool = False
+    ) -> None:
+        """`units`: how many a weight has. `training`: running statistics do not count."""
         super().__init__()
+        self.training = training
         self.ranges: dict[str, range] = {}  # parameter -> the numbers of its units
         self.weights: dict[int, range] = {}  # the same by the id of the parameter
         count = 1  # 0: not the output of a layer
-        for layer in layers:
-            units = layer.matrix.rows(layer.weight).numel()
-            numbers = range(count, count + units)
-            self.ranges[layer.parameter] = numbers
-            self.weights[id(parameters[layer.parameter])] = numbers
-            count += units
+        for name, size in units.items():
+            self.ranges[name] = self.weights[id(parameters[name])] = range(count, count + size)
+            count += size
         self.fed = torch.zeros(count, dtype=torch.bool)
         self.elsewhere = torch.zeros(count, dtype=torch.bool)
         self.numbers: dict[int, Tensor] = {}
@@ -154,8 +155,13 @@ class Feeds(TorchFunctionMode):
         if func in _UNITS:
             self._layer(func, args, kwargs, output)
         elif func is F.batch_norm:
-            self._batch_norm(args[0] if args else kwargs["input"])
-            self.use((args[1:], {k: v for k, v in kwargs.items() if k != "input"}))
+            bound = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
+            x = bound.pop("input")
+            if self.training and not bound.get("training", False):
+                self.use(x)
+            else:
+                self.normalise(x)
+            self.use(bound)
         elif name in _PASSING:
             self._pass_on(func, args, kwargs, output)
         else:
@@ -174,10 +180,14 @@ class Feeds(TorchFunctionMode):
         shape[dim] = -1
         self._keep(output, units.view(shape).expand(output.shape))
 
-    def _batch_norm(self, x: Tensor) -> None:
+    def normalise(self, x: Tensor) -> None:
+        """BatchNorm takes this."""
         numbers = self.numbers.get(id(x))
         if numbers is None:
             return
+        for dim in range(numbers.ndim):
+            if dim != 1 and numbers.stride(dim) == 0:  # the same along it: one will do
+                numbers = numbers.narrow(dim, 0, 1)
         channels = numbers.movedim(1, 0).flatten(1).cpu()
         alone = (channels == channels[:, :1]).all(1)
         self.fed[channels[alone, 0]] = True
@@ -221,7 +231,8 @@ class Feeds(TorchFunctionMode):
 def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
     few = next(risk.batches()).part(0, 2)
-    feeds = Feeds(layers, risk.parameters)
+    units = {layer.parameter: layer.matrix.rows(layer.weight).numel() for layer in layers}
+    feeds = Feeds(units, risk.parameters)
     with feeds:  # gradients on: without them some modules take a path that cannot be watched
         outputs = risk.forward(few)
     feeds.use(outputs)

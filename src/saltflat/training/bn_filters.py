@@ -1,39 +1,43 @@
-"""Which filters feed BatchNorm: seen in the autograd graph of the first forward pass."""
+"""Which filters feed BatchNorm: seen in the first forward pass, or inferred from the scales."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from saltflat.errors import InvalidValue, nearest
+from saltflat.measures.batchnorm import Feeds
 from saltflat.risk import unwrap
+from saltflat.symmetries.find import symmetries
+from saltflat.symmetries.group import Group
 from saltflat.training.perturb import listen
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Autocast puts a cast between a layer and what follows.
-_COPIES = ("ToCopyBackward0",)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The weight `name` whose slices along `axis` are filters that feed BatchNorm."""
+    """The weight `name` whose slices along `axis` are filters that feed BatchNorm.
+
+    how : what told so, "forward pass" or "scale inference"; "named" if the user did.
+    """
 
     name: str
     parameter: Tensor
     axis: int
+    how: str
 
     @property
     def count(self) -> int:
@@ -57,9 +61,8 @@ class FilterSearch:
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap(model)
         self.found: tuple[Filters, ...] | None = None
-        self._calls: list[tuple[nn.Module, Node, int]] = []  # layer, its node, dimensions
+        self._feeds: Feeds | None = None
         self._stack = ExitStack()
-        self._running = False
         self._handles: list[RemovableHandle] = listen(self._before, self._after)
 
     def close(self) -> None:
@@ -67,56 +70,69 @@ class FilterSearch:
             handle.remove()
         self._handles = []
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        if self._running or not torch.is_grad_enabled() or unwrap(module) is not self.model:
-            return
-        self._running = True
-        # A compiled model hides its layers.
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self._feeds is not None:
+            # On several ranks it does not go through F.batch_norm.
+            if isinstance(module, nn.SyncBatchNorm) and module.training and args:
+                self._feeds.normalise(args[0])
+        elif torch.is_grad_enabled() and unwrap(module) is self.model:
+            weights = _weights(self.model, "forward pass")
+            units = {name: f.count for name, f in weights.items()}
+            parameters = {name: f.parameter for name, f in weights.items()}
+            self._feeds = Feeds(units, parameters, training=True)
+            # A compiled model hides its layers.
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._stack.enter_context(self._feeds)
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        if not self._running:
+        if self._feeds is None or module is not self.model:
             return
-        if isinstance(module, _LAYERS + _BATCH_NORMS) and isinstance(output, Tensor):
-            node = output.grad_fn  # now, as an in-place operation may change it
-            self._calls += [(module, node, output.ndim)] if node is not None else []
-        if module is self.model:
-            nodes = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
-            roots = [node for node in nodes if node is not None]
-            if roots:  # else it failed, or computed nothing that can be trained
-                self.found = self._conclude(_consumers(roots))
-                self.close()
-            self._calls, self._running = [], False
-            self._stack.close()
+        feeds, self._feeds = self._feeds, None
+        self._stack.close()
+        if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+            # Otherwise it failed, or computed nothing that can be trained.
+            feeds.use(output)
+            weights = _weights(self.model, "forward pass")
+            self.found = tuple(weights[name] for name, fed in feeds.units().items() if fed.all())
+            self.close()
 
-    def _conclude(self, consumers: dict[Node, list[Node]]) -> tuple[Filters, ...]:
-        normalised = {
-            node
-            for module, node, _ in self._calls
-            if isinstance(module, _BATCH_NORMS) and (module.training or not _tracks(module))
-        }
-        good: dict[nn.Module, bool] = {}
-        for module, node, ndim in self._calls:
-            if isinstance(module, _LAYERS):
-                takers = _skip_copies(consumers[node], consumers)
-                fits = bool(takers) and all(taker in normalised for taker in takers)
-                fits = fits and _one_filter_a_channel(module, ndim)
-                good[module] = good.get(module, True) and fits
-        return self._name(good)
 
-    def _name(self, good: dict[nn.Module, bool]) -> tuple[Filters, ...]:
-        """The weights of the good layers, without those that another module uses too."""
-        owners: dict[Tensor, list[nn.Module]] = defaultdict(list)
-        for module in self.model.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    owners[parameter].append(module)
-        return tuple(
-            Filters(name, parameter, _axis(owners[parameter][0]))
-            for name, parameter in self.model.named_parameters()
-            if name.rpartition(".")[2] == "weight"
-            and all(good.get(owner, False) for owner in owners[parameter])
-        )
+def scale_free(model: nn.Module, example: Any) -> tuple[Filters, ...]:
+    """The weights each of whose filters can be scaled on its own, as scale inference finds it.
+
+    A filter may be far from BatchNorm, with ReLU, pooling or dropout between, as long as its scale
+    reaches it. Filters whose bias must be scaled with them are left out: a bias right before
+    BatchNorm does nothing, which the forward pass shows, and any other belongs to no sphere.
+    """
+    inner = unwrap(model)
+    group = symmetries(inner, example, parameters="trainable").only("batchnorm")
+    matrix, classes = group.exponents().matrix.tocsr(), group.exponents().classes
+    alone = (np.diff(matrix.indptr) == 1) & (np.asarray(matrix.sum(1)).ravel() == 1)
+    mover = np.where(alone, np.asarray(matrix.argmax(1)).ravel(), -1)  # of a class of entries
+    entries = np.zeros(matrix.shape[0])
+    for each in classes.values():
+        entries += np.bincount(each.numpy().ravel(), minlength=len(entries))
+    moved = (matrix != 0).T @ entries  # by each generator
+    frozen = _frozen(inner, group)
+    found = []
+    for name, f in _weights(inner, "scale inference").items():
+        if name in classes:
+            units = mover[classes[name].movedim(f.axis, 0).flatten(1).numpy()]
+            one = (units[:, :1] == units).all(1) & (units[:, 0] >= 0) & ~frozen[units[:, 0]]
+            if (one & (moved[units[:, 0]] == units.shape[1])).all():
+                found.append(f)
+    return tuple(found)
+
+
+def _frozen(model: nn.Module, group: Group) -> NDArray[np.bool_]:
+    """Which generators move a BatchNorm that stays in evaluation mode while the model trains."""
+    exponents = group.exponents()
+    result = np.zeros(len(group), dtype=bool)
+    for name, classes in exponents.deviations.items():
+        norm = model.get_submodule(name.rpartition(".")[0])
+        if model.training and not norm.training:
+            result[exponents.matrix[classes.numpy()].nonzero()[1]] = True
+    return result
 
 
 def named_filters(model: nn.Module, names: Sequence[str]) -> tuple[Filters, ...]:
@@ -132,8 +148,20 @@ def named_filters(model: nn.Module, names: Sequence[str]) -> tuple[Filters, ...]
                 f"A filter belongs to a Linear or a convolution. Got {name!r}, which is "
                 f"{type(module).__name__}."
             )
-        found.append(Filters(f"{name}.weight".lstrip("."), module.weight, _axis(module)))
+        full = f"{name}.weight".lstrip(".")
+        found.append(Filters(full, module.weight, _axis(module), "named"))
     return tuple(found)
+
+
+def _weights(model: nn.Module, how: str) -> dict[str, Filters]:
+    """The weights of layers whose slices along an axis are filters, by name."""
+    # Not `m.weight`, which may be computed anew each time.
+    layers = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, _LAYERS)}
+    return {
+        name: Filters(name, parameter, _axis(layers[id(parameter)]), how)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in layers and not _shares_slices(layers[id(parameter)])
+    }
 
 
 def _axis(layer: nn.Module) -> int:
@@ -141,37 +169,6 @@ def _axis(layer: nn.Module) -> int:
     return 1 if isinstance(layer, _TRANSPOSED) else 0
 
 
-def _one_filter_a_channel(layer: nn.Module, ndim: int) -> bool:
-    """Whether axis 1 of the output, which BatchNorm normalises along, counts the filters."""
-    if isinstance(layer, nn.Linear):
-        return ndim == 2
-    return not isinstance(layer, _TRANSPOSED) or layer.groups == 1
-
-
-def _tracks(norm: nn.Module) -> bool:
-    return norm._buffers.get("running_mean") is not None
-
-
-def _consumers(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """For every node of the graph above `roots`, the nodes that take its output."""
-    consumers: dict[Node, list[Node]] = defaultdict(list)
-    seen, waiting = set(roots), list(roots)
-    while waiting:
-        node = waiting.pop()
-        for child, _ in node.next_functions:
-            if child is not None:
-                consumers[child].append(node)
-                if child not in seen:
-                    seen.add(child)
-                    waiting.append(child)
-    return consumers
-
-
-def _skip_copies(nodes: Sequence[Node], consumers: dict[Node, list[Node]]) -> list[Node]:
-    result: list[Node] = []
-    for node in nodes:
-        if node.name() in _COPIES:
-            result += _skip_copies(consumers[node], consumers)
-        else:
-            result.append(node)
-    return result
+def _shares_slices(layer: nn.Module) -> bool:
+    """Whether a slice of the weight serves several output channels."""
+    return isinstance(layer, _TRANSPOSED) and layer.groups > 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -14,57 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.training.bn_filters import Filters, FilterSearch, named_filters
+from saltflat.training.bn_filters import Filters, FilterSearch, named_filters, scale_free
+from saltflat.training.bn_spheres import Spheres, along, at_least_tiny, slope
 from saltflat.training.checks import check_number
-from saltflat.training.vectors import Vector, copies, put, scale, together, total_norm
+from saltflat.training.vectors import Vector, copies, put, scale, total_norm
 from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
 
-
-@final
-@dataclass(frozen=True)
-class _Spheres:
-    """φ(θ): ‖v_i‖ = ‖θ_i‖ for every filter i, one unit sphere for all other entries together.
-
-    Directions are kept as unit vectors u_i; `filters` holds, for every parameter, its filters.
-    """
-
-    parameters: list[Tensor]
-    filters: Sequence[Filters | None]
-
-    def units(self, vector: Vector) -> Vector:
-        """Every part divided by its length; a part that vanishes stays zero."""
-        rest = [t for t, f in zip(vector, self.filters, strict=True) if f is None]
-        length = _at_least_tiny(total_norm(rest)) if rest else None
-        return [
-            t / (_at_least_tiny(f.norms(t)) if f else length.to(t))  # type: ignore[union-attr]
-            for t, f in zip(vector, self.filters, strict=True)
-        ]
-
-    @cached_property
-    def radii(self) -> Vector:
-        """‖θ_i‖, or 1 for the rest."""
-        return [
-            f.norms(p) if f else torch.ones((), dtype=p.dtype, device=p.device)
-            for p, f in zip(self.parameters, self.filters, strict=True)
-        ]
-
-    def tangent(self, vector: Vector, units: Vector) -> Vector:
-        """The part of `vector` that is orthogonal to u on every sphere (eq. 14)."""
-        rest = [(t * u).sum() for t, u, f in zip(vector, units, self.filters, strict=True) if not f]
-        joint = together(rest).sum() if rest else None
-        return [
-            t - u * (_along(f, t * u) if f else joint.to(t))  # type: ignore[union-attr]
-            for t, u, f in zip(vector, units, self.filters, strict=True)
-        ]
-
-
-def _along(filters: Filters, product: Tensor) -> Tensor:
-    dims = [d for d in range(product.ndim) if d != filters.axis]
-    return product.sum(dim=dims, keepdim=True)
-
-
-def _at_least_tiny(norms: Tensor) -> Tensor:
-    return norms.clamp_min(torch.finfo(norms.dtype).tiny)
+_OWN = (
+    "delta",
+    "p",
+    "ascent_steps",
+    "ascent_rate",
+    "growth",
+    "clip",
+    "model",
+    "_inferred",
+    "_named",
+)
 
 
 @final
@@ -88,13 +52,15 @@ class BNSharpnessSGD(PerturbedOptimizer):
     ----------
     base : any torch optimizer that takes no closure.
     model : the model, to see which filters feed BatchNorm: `filters` names them after the first
-        forward pass, and `repr` too.
+        forward pass, and `repr` says how each was found, too.
     strength, growth : λ, and its factor an epoch; call `end_epoch()`. λ is the setting
         `strength` of a parameter group; 0 is the base optimizer.
     delta, p : δ, and an even power.
     clip : the largest norm of λ∇S^p; None for no limit.
     ascent_rate : the step size of the ascent.
-    filters : names of layers, to be used instead of those seen in the forward pass.
+    example : inputs of the model, as for `saltflat.symmetries`: scale inference on them adds
+        filters without bias whose scale reaches BatchNorm through ReLU, pooling and the like.
+    filters : names of layers, to be used instead of those that are found.
 
     The difference of two gradients over δ magnifies rounding: prefer float32 to autocast. The
     paper takes the two gradients on different batches, which `step(closure, plus, minus)` does;
@@ -115,6 +81,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
         clip: float | None = 0.1,
         *,
         ascent_rate: float = 1.0,
+        example: Any = None,
         filters: Sequence[str] | None = None,
         freeze_batchnorm: bool = True,
         same_randomness: bool = True,
@@ -125,6 +92,8 @@ class BNSharpnessSGD(PerturbedOptimizer):
             raise InvalidValue(f"p must be an even integer of at least 2. Got {p!r}.")
         if not isinstance(ascent_steps, int) or ascent_steps < 0:
             raise InvalidValue(f"ascent_steps must be a count of at least 0. Got {ascent_steps!r}.")
+        if example is not None and filters is not None:
+            raise InvalidValue("Pass either filters or the example that they are found on.")
         self.delta, self.p = check_number("delta", delta, above=True), p
         self.ascent_steps = ascent_steps
         self.ascent_rate = check_number("ascent_rate", ascent_rate, above=True)
@@ -137,6 +106,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
             same_randomness=same_randomness,
         )
         self.model = model
+        self._inferred = () if example is None else scale_free(model, example)
         self._named = None if filters is None else named_filters(model, filters)
         self._search = self._look() if filters is None else None
 
@@ -169,7 +139,9 @@ class BNSharpnessSGD(PerturbedOptimizer):
 
     def _found(self) -> tuple[Filters, ...] | None:
         if self._named is None and self._search is not None and self._search.found is not None:
-            self._named, self._search = self._search.found, None
+            seen, self._search = self._search.found, None
+            names = {f.name for f in seen}
+            self._named = (*seen, *(f for f in self._inferred if f.name not in names))
             if not self._named:
                 warnings.warn(
                     "BNSharpnessSGD found no filter that feeds BatchNorm: all weights share one "
@@ -190,7 +162,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
         found = self._with_gradients()
         parameters = [q for q, _, _ in found]
         gradient, kept = copies([g for _, g, _ in found]), copies(parameters)
-        spheres = _Spheres(kept, self._by_parameter(parameters))
+        spheres = Spheres(kept, self._by_parameter(parameters))
         units = spheres.units(gradient)
         try:
             for _ in range(self.ascent_steps):
@@ -209,7 +181,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
 
     def _pair(
         self,
-        spheres: _Spheres,
+        spheres: Spheres,
         units: Vector,
         parameters: list[Tensor],
         power: int,
@@ -230,35 +202,35 @@ class BNSharpnessSGD(PerturbedOptimizer):
             )
         return results[0], results[1]
 
-    def _ascend(self, spheres: _Spheres, units: Vector, gradient: Vector, both: Vector) -> Vector:
+    def _ascend(self, spheres: Spheres, units: Vector, gradient: Vector, both: Vector) -> Vector:
         """One step up ∇_u S^p = (p/(p+1)) s^{p−1} ‖θ_i‖ [∇L(θ+cδv) + ∇L(θ−cδv)] (eq. 16)."""
         radii = spheres.radii
-        s = _slope(gradient, radii, units)
+        s = slope(gradient, radii, units)
         rate = self.ascent_rate * self.p / (self.p + 1) * s ** (self.p - 1)
         uphill = [rate.to(r.device) * r * t for r, t in zip(radii, both, strict=True)]
         return spheres.units(torch._foreach_add(units, spheres.tangent(uphill, units)))
 
     def _term(
-        self, spheres: _Spheres, units: Vector, gradient: Vector, difference: Vector
+        self, spheres: Spheres, units: Vector, gradient: Vector, difference: Vector
     ) -> Vector:
         """∇S^p with the unit directions held fixed."""
         radii = spheres.radii
-        factor = _slope(gradient, radii, units) ** (self.p - 1)
+        factor = slope(gradient, radii, units) ** (self.p - 1)
         result = []
         for theta, r, u, g, d, f in zip(
             spheres.parameters, radii, units, gradient, difference, spheres.filters, strict=True
         ):
             term = d / self.delta
             if f is not None:
-                radial = 2 * self.p / (self.p + 1) * _along(f, g * u)
-                term += radial * theta / _at_least_tiny(r)
+                radial = 2 * self.p / (self.p + 1) * along(f, g * u)
+                term += radial * theta / at_least_tiny(r)
             result.append(factor.to(term) * term)
         return result
 
     def _clip(self, term: Vector) -> None:
         if self.clip is not None:
             norm = total_norm(term)
-            factor = (self.clip / _at_least_tiny(norm)).clamp_max(1.0)
+            factor = (self.clip / at_least_tiny(norm)).clamp_max(1.0)
             scale(term, factor)
 
     def _by_parameter(self, parameters: Sequence[Tensor]) -> list[Filters | None]:
@@ -272,23 +244,16 @@ class BNSharpnessSGD(PerturbedOptimizer):
         return [by_id.get(id(q)) for q in parameters]
 
     def __repr__(self) -> str:
-        found = self.filters
-        listed = (
-            "not seen yet" if found is None else ", ".join(f"{n}: {k}" for n, k in found.items())
-        )
+        found = self._found()
+        listed = "not seen yet"
+        if found is not None:
+            listed = ", ".join(f"{f.name}: {f.count} ({f.how})" for f in found)
         return f"{super().__repr__()}\nfilters that feed BatchNorm: {listed or 'none'}"
 
     def __getstate__(self) -> dict[str, Any]:
         self._found()
-        names = ("delta", "p", "ascent_steps", "ascent_rate", "growth", "clip", "model", "_named")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in _OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._search = self._look() if self._named is None else None
-
-
-def _slope(gradient: Vector, radii: Vector, units: Vector) -> Tensor:
-    """s = ⟨g, v⟩."""
-    parts = [(g * r * u).sum() for g, r, u in zip(gradient, radii, units, strict=True)]
-    return together(parts).sum()
