@@ -16,17 +16,21 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.curvature.matrix import Matrix
 from saltflat.measures import (
+    Context,
     FisherRaoNorm,
     HessianMaxEigenvalue,
     Kappa,
     KappaTrace,
+    Layer,
     MatrixNormalizedSharpness,
     NormalizedSharpness,
     NotApplicable,
     RelativeFlatness,
     Rho,
 )
+from saltflat.measures.base import Quantity
 
 CURVED = [
     "hessian_trace",
@@ -674,9 +678,12 @@ def test_estimates(name: str) -> None:
         assert m.stderr > 0, key
         assert abs(m.value - want[key]) < 4.5 * m.stderr, (key, m.value, want[key], m.stderr)
         assert f"± {m.stderr:.2g}" in str(m)
+        told = any("biased beyond its ±" in note for note in m.notes)
+        assert told == (key == "normalized_sharpness")
     assert found["hessian_trace"].stderr < 0.3 * want["hessian_trace"]
     exact = sf.measure(case.model(), case.data(), case.loss, CURVED, curvature="ggn")
     assert all(m.exact for m in exact.values())
+    assert not any("biased" in note for m in exact.values() for note in m.notes)
     assert abs(exact["hessian_trace"].value - want["hessian_trace"]) > 0.01
     assert exact.provenance.curvature == "ggn"
 
@@ -708,8 +715,7 @@ def test_standard_errors_are_calibrated() -> None:
     """Over seeds the errors are as large as they are said to be.
 
     Sharpnesses that are not linear in the Hessian are biased: taking the least over σ lowers the
-    mean, cutting negative entries off raises it. The bias fades as one over the number of probes,
-    the standard error as its root, so that it matters for few probes only.
+    mean, cutting negative entries off raises it.
     """
     names = ["hessian_trace", "kappa_trace", "matrix_normalized_sharpness", "normalized_sharpness"]
     want = truth_of("mlp GELU")
@@ -718,6 +724,31 @@ def test_standard_errors_are_calibrated() -> None:
         assert 0.6 < float(z.std()) < 1.5, (name, float(z.std()))
         biased = name == "normalized_sharpness"
         assert abs(float(z.mean())) < (1.5 if biased else 0.75), (name, float(z.mean()))
+
+
+def test_the_bias_of_estimates_is_shown() -> None:
+    """What each half of the draws gives, against L-BFGS; noise around zero raises both."""
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(2)]
+    draws = torch.randn(6, 3, 4, generator=g, dtype=torch.float64) + 0.5
+    known = torch.rand(3, 4, generator=g, dtype=torch.float64)
+    layers = [Layer(n, n, Matrix(), w, "linear") for n, w in zip("ab", weights, strict=True)]
+    diagonal = Quantity({"a": draws.mean(0), "b": known}, {"a": draws})
+    context = Context(None, layers, {"diagonal": diagonal})  # type: ignore[arg-type]
+    found = NormalizedSharpness(lam=2.0).compute(context)
+
+    def least(h: Tensor, w: Tensor) -> float:
+        return papers.least(h.clamp(min=0).numpy(), w.square().numpy(), lam=2.0)
+
+    halves = [least(draws[first::2].mean(0), weights[0]) for first in (0, 1)]
+    exact = least(known, weights[1])
+    assert found.value == pytest.approx(least(draws.mean(0), weights[0]) + exact, rel=1e-9)
+    assert found.details["halves"] == pytest.approx(sum(halves) / 2 + exact, rel=1e-9)
+    change = found.details["halves"] / found.value - 1
+    assert f"half of the probes give {abs(change):.1%} {'more' if change > 0 else 'less'}" in (
+        " ".join(found.notes)
+    )
+    assert not found.exact
 
 
 # Degenerate cases

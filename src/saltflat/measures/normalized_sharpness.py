@@ -13,7 +13,7 @@ from saltflat.convex.balance import balance
 from saltflat.curvature.matrix import Matrix
 from saltflat.errors import InvalidValue
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need
+from saltflat.measures.base import Context, Layer, Measure, Need, Quantity
 from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
 
 
@@ -27,6 +27,12 @@ class NormalizedSharpness(Measure):
     The minimum is found exactly by alternating minimisation with a duality gap. Convolutions share
     σ over kernel positions. Where h summed over the kernel is negative it counts as zero;
     `details["clipped"]` is the share of |h| that this concerns.
+
+    Of an estimated h (a network that is not piecewise linear, too many directions) the value is
+    biased, mostly upwards: noise makes entries negative, and counting those as zero leaves what is
+    positive. `stderr` does not hold this bias, which can be larger: on a GELU network with 432
+    parameters 20, 80 and 320 probes gave 23, 7 and 3 % too much, with standard errors of 6, 3 and
+    2 %. To show it, `details["halves"]` is what each half of the probes gives, on average.
     """
 
     lam: float = 0.5
@@ -79,17 +85,44 @@ class NormalizedSharpness(Measure):
         notes = []
         if clipped > 0:
             notes.append(f"{clipped:.2%} of |h| is negative and counts as zero")
+        details = {"clipped": clipped}
+        value = sum(by_layer.values())
+        if not diagonal.exact(weights):
+            details["halves"] = factor * _halves(context, diagonal)
+            notes.append(_bias(value, details["halves"]))
         if unattained:
             notes.append(f"the minimum is a limit, not attained, in {', '.join(unattained)}")
         return self.measurement(
-            value=sum(by_layer.values()),
+            value=value,
             exact=diagonal.exact(weights),
             stderr=diagonal.stderr(weights),
             gap=gap,
             by_layer=by_layer,
-            details={"clipped": clipped},
+            details=details,
             notes=tuple(notes),
         )
+
+
+def _halves(context: Context, diagonal: Quantity) -> float:
+    """The value at λ = ½ from one half of the draws or the other, on average."""
+    total = 0.0
+    for layer in context.layers:
+        draws = diagonal.draws.get(layer.parameter)
+        halves = (
+            [diagonal.values[layer.parameter]]
+            if draws is None
+            else [draws[first::2].mean(0).double() for first in range(2)]
+        )
+        total += sum(balance_layer(layer, h).value for h in halves) / len(halves)
+    return total
+
+
+def _bias(value: float, halves: float) -> str:
+    change = halves / value - 1 if value > 0 else 0.0
+    return (
+        "biased beyond its ±, mostly upwards, since estimated entries below zero count as zero: "
+        f"half of the probes give {abs(change):.1%} {'more' if change >= 0 else 'less'}"
+    )
 
 
 @final
