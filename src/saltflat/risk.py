@@ -327,21 +327,16 @@ def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> No
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
-    floating = {name: p.detach() for name, p in parameters.items() if p.is_floating_point()}
-    # A sum is the fastest look at every entry; if one overflows, look again.
-    if all_finite(p.sum() for p in floating.values()):
+    alike: dict[Any, list[Tensor]] = {}
+    for p in parameters.values():
+        if p.is_floating_point():
+            alike.setdefault((p.dtype, p.device), []).append(p.detach())
+    # Norms are one launch and one answer from a GPU; if one overflows, look again.
+    if all(torch.stack(torch._foreach_norm(each)).isfinite().all() for each in alike.values()):
         return
-    for name, p in floating.items():
-        if not torch.isfinite(p).all():
+    for name, p in parameters.items():
+        if p.is_floating_point() and not torch.isfinite(p).all():
             raise ModelError(f"Parameter {name!r} holds NaN or infinite values.")
-
-
-def all_finite(numbers: Iterable[Tensor]) -> bool:
-    """Whether all of these scalars are finite; they are fetched together from a GPU."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for number in numbers:
-        found.setdefault((number.device, number.dtype), []).append(number)
-    return all(bool(torch.isfinite(torch.stack(each)).all()) for each in found.values())
 
 
 def _compute_dtype(parameters: Iterable[Tensor], asked: torch.dtype | None) -> torch.dtype | None:

@@ -31,7 +31,8 @@ class _Snapshot:
         self.parameters = [
             (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in parameters
         ]
-        self.buffers = [(b, b.data, b.detach().clone()) for b in buffers]
+        self.buffers = [(b, b.data) for b in buffers]
+        self.values = [_joined(each).clone() for each in self._alike()]
 
     def restore(self) -> None:
         for module, attributes, registries in self.modules:
@@ -50,11 +51,24 @@ class _Snapshot:
                 p.grad = grad
             if p._backward_hooks is not hooks:
                 p._backward_hooks = hooks
-        for b, data, values in self.buffers:
+        for b, data in self.buffers:
             b.data = data
-            if not torch.equal(data, values):
-                with torch.no_grad():
-                    data.copy_(values)
+        for each, values in zip(self._alike(), self.values, strict=True):
+            if not torch.equal(_joined(each), values):
+                parts = values.split([data.numel() for data in each])
+                for data, part in zip(each, parts, strict=True):
+                    data.copy_(part.reshape(data.shape))
+
+    def _alike(self) -> list[list[Tensor]]:
+        """The buffers' values by kind: those of one kind are compared at once."""
+        found: dict[Any, list[Tensor]] = {}
+        for _, data in self.buffers:
+            found.setdefault((data.dtype, data.device, data.layout), []).append(data)
+        return list(found.values())
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
 
 
 class RandomState:
