@@ -1,14 +1,17 @@
 """What one training step costs with each optimizer and penalty: `python -m bench.training`.
 
-Time and peak memory of a whole step (forward, backward, update), as ratios to plain SGD in the
-same run. LeNet-5 here has BatchNorm after its convolutions, as in the BN-Sharpness paper; the
-transformer has none, so that BN-Sharpness has no row there. Entropy-SGD is timed over one of its
-Langevin steps, of which 20 make an update of the weights by default.
+Time and peak memory of a whole step (forward, backward, update), times as ratios to plain SGD in
+the same run. Memory is what model, data and three steps take at their peak, on a CPU in a process
+of its own for each, where a few MiB are blur. LeNet-5 here has BatchNorm after its convolutions, as
+in the BN-Sharpness paper; the transformer has none, so that BN-Sharpness has no row there. Entropy-
+SGD is timed over one of its Langevin steps, of which 20 make an update of the weights by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 import saltflat as sf
 from bench.device import configure, describe
 from bench.fam import FullHessian
+from bench.peak import peak
 from bench.timing import Timed, Times, clocked, in_turns
 from saltflat.zoo import resnet18
 
@@ -100,10 +104,10 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def steps(name: str, device: str) -> dict[str, Callable[[], Step]]:
+def steps(name: str, device: str, batch: int | None = None) -> dict[str, Callable[[], Step]]:
     """How to make every contender, each with a model of its own."""
     network = NETWORKS[name]
-    batch = network.cpu_batch if device == "cpu" else network.gpu_batch
+    batch = batch or (network.cpu_batch if device == "cpu" else network.gpu_batch)
 
     def ready() -> tuple[nn.Module, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -156,24 +160,32 @@ def _entropy(ready: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> Callable[
     return build
 
 
-def _peak(run: Step, before: int) -> float:
-    """MiB at the peak of one step on a GPU, above the bytes that were taken before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return float(torch.cuda.max_memory_allocated() - before) / 2**20
+def _three(build: Callable[[], Step]) -> None:
+    """Enough for all state to be there and the largest step to be made."""
+    step = build()
+    for _ in range(3):
+        step()
+
+
+def memory_of(name: str, row: str, device: str) -> float:
+    """MiB at the peak; in a process that is good for nothing else, on a CPU."""
+    _three(steps(name, device, batch=2)[row])  # loads the libraries
+    return peak(lambda: _three(steps(name, device)[row]), device)
+
+
+def _elsewhere(name: str, row: str) -> float:
+    command = [sys.executable, "-m", "bench.training", "--networks", name, "--memory-of", row]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
 
 
 def measure(name: str, device: str, repeats: int) -> tuple[dict[str, Times], dict[str, float]]:
     timed, memory = {}, {}
     for row, build in steps(name, device).items():
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        memory[row] = memory_of(name, row, device) if device == "cuda" else _elsewhere(name, row)
         run = build()
         run()
         run()
-        if device == "cuda":
-            memory[row] = _peak(run, before)
         timed[row] = Timed(run, lambda: None, clocked(run, device)[0])
     return in_turns(timed, repeats, device), memory
 
@@ -184,8 +196,12 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=_RESULTS)
+    parser.add_argument("--memory-of", help="print the peak memory of this step only, in MiB")
     options = parser.parse_args()
     configure(options.device, False)
+    if options.memory_of:
+        print(memory_of(options.networks[0], options.memory_of, options.device))
+        return
     lines = [
         f"# One training step: {describe(options.device, False)}\n",
         f"`python -m bench.training --device {options.device}` makes this table.\n",
@@ -197,8 +213,8 @@ def main() -> None:
         one = times["SGD"]
         for row, each in times.items():
             ratio = f"{each.best / one.best:.3g} | {each.median / one.median:.3g}"
-            peak = f"{memory[row]:.0f}" if row in memory else ""
-            lines.append(f"| {name} | {row} | {each.best * 1e3:.4g} | {ratio} | {peak} |")
+            mib = f"{memory[row]:.0f}"
+            lines.append(f"| {name} | {row} | {each.best * 1e3:.4g} | {ratio} | {mib} |")
             print(lines[-1], flush=True)
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"training-{options.device}.md"
