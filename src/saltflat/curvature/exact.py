@@ -100,7 +100,7 @@ class Pass:
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
         return {
-            (kind, name): self._sum(kind, name) / (fisher if kind == "fisher" else scale)
+            (kind, name): self._sum(kind, name).div_(fisher if kind == "fisher" else scale)
             for name, kinds in self.requests.items()
             for kind in kinds
         }
@@ -138,8 +138,8 @@ class Pass:
                 self.certified += size
             self.normaliser += normaliser
             self.counted += counted
-            for key, value in self._pending.items():
-                known = self.sums.get(key)
+            for key in list(self._pending):
+                value, known = self._pending.pop(key), self.sums.get(key)
                 self.sums[key] = value.double() if known is None else known.add_(value)
             start += size
 
