@@ -193,6 +193,13 @@ def test_checksum_of_structures() -> None:
     first = checksum(({"ids": ids, "scale": torch.tensor(2.0), "name": "x"}, Y))
     assert checksum(({"ids": ids, "scale": torch.tensor(2.0), "name": "x"}, Y)) == first
     assert checksum(({"ids": ids.flip(0), "scale": torch.tensor(2.0), "name": "x"}, Y)) != first
+    other = ids.flip(0)
+    assert checksum(((ids, other), Y)) != checksum(((other, ids), Y)), "arguments have places"
+    masks = [torch.ones(3, 2), torch.eye(3, 2)]
+    shared = [checksum(((ids, mask), Y)) for mask in masks]
+    assert shared[0] != shared[1], "what samples share is seen too"
+    halves = (((ids[:5], masks[0]), Y[:5]), ((ids[5:], masks[0]), Y[5:]))
+    assert checksum(*halves) == shared[0]
     noncontiguous = torch.arange(24).reshape(2, 12).T
     assert checksum((noncontiguous, Y)) == checksum((noncontiguous.contiguous(), Y))
 
