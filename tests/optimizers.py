@@ -22,6 +22,8 @@ from saltflat.training.sam import SAM
 from saltflat.training.sharpness_penalty import SharpnessPenalty
 from saltflat.training.wrapper import PerturbedOptimizer
 
+gc.freeze()  # what is loaded by now is not garbage, and there is much of it to look through
+
 RECIPE = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 Penalty = FAM | SharpnessPenalty
 Make = Callable[..., torch.optim.Optimizer]

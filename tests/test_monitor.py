@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -259,12 +260,26 @@ def test_a_log_is_continued(tmp_path: Path) -> None:
     first.step()
     first.epoch()
     before = path.read_bytes()
-    second = watch(path=path)
+    with pytest.warns(UserWarning, match="continued: it holds 1 records, up to step 1 and epoch 1"):
+        second = watch(path=path)
     assert second.history == first.history
     second.step()
     second.epoch()
     assert path.read_bytes().startswith(before)
-    assert [(r.step, r.epoch) for r in watch(path=path).history] == [(1, 1), (2, 2)]
+    with pytest.warns(UserWarning, match="2 records"):
+        third = watch(path=path)
+    assert [(r.step, r.epoch) for r in third.history] == [(1, 1), (2, 2)]
+
+
+def test_the_log_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a new file is not worth a warning
+        watch(path=path).epoch()
+    before = path.read_bytes()
+    with pytest.raises(sf.DataError, match=r"log of another run: it holds hessian_trace.*kappa"):
+        Monitor(network(), (X, Y), ["kappa"], path=path)
+    assert path.read_bytes() == before
 
 
 def test_an_unfinished_line_is_removed(tmp_path: Path) -> None:
@@ -272,7 +287,7 @@ def test_an_unfinished_line_is_removed(tmp_path: Path) -> None:
     watch(path=path).epoch()
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
-    with pytest.warns(UserWarning, match="not finished"):
+    with pytest.warns(UserWarning, match="not finished"), pytest.warns(match="is continued"):
         monitor = watch(path=path)
     assert len(monitor.history) == 1
     assert path.read_bytes() == whole

@@ -228,8 +228,13 @@ def test_refuses_bad_settings() -> None:
     for options in ({"rho": -1.0}, {"rho": float("nan")}, {"rho": "a"}, {"eta": -0.1}):
         with pytest.raises(SaltflatError, match=next(iter(options))):
             SAM(sgd(model), **options)
-    with refuses(TypeError, "torch optimizer", "Sequential"):
+    right = r"SAM\(torch.optim.SGD\(model.parameters\(\), lr=0.1"
+    with refuses(TypeError, right, "Got Sequential"):
         SAM(model)  # type: ignore[arg-type]
+    with refuses(TypeError, right, "Got generator"):  # as another implementation has it
+        SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+    with refuses(TypeError, "no setting 'lr'", right):
+        SAM(sgd(model), rho=0.1, lr=0.1)
     with refuses(TypeError, "LBFGS"):
         SAM(torch.optim.LBFGS(model.parameters()))
     with refuses(TypeError, "SAM"):

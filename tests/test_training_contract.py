@@ -13,6 +13,7 @@ import pytest
 import torch
 from optimizers import (
     CONTENDERS,
+    OPTIMIZERS,
     RANDOM,
     Run,
     adam,
@@ -35,20 +36,12 @@ from torch import Tensor, nn
 
 from saltflat.errors import SaltflatError
 from saltflat.training.entropy_sgd import EntropySGD
+from saltflat.training.monitor import _unheard
 from saltflat.training.sam import SAM
 from saltflat.training.sharpness_penalty import SharpnessPenalty
 from saltflat.training.wrapper import PerturbedOptimizer
 
 pytestmark = quiet
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> Iterator[None]:
-    """What was there before the tests is not looked through again after each of them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +62,25 @@ def test_neutral_setting_is_the_base_bit_for_bit(name: str, by_closure: bool) ->
         run.advance(batches(5), by_closure=by_closure)
         ends.append((run.model, torch.get_rng_state()))
     assert same(ends[0][0], ends[1][0])  # parameters and running statistics
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "GradScaler"])
+@every
+def test_a_neutral_setting_takes_a_plain_step(name: str, scaled: bool) -> None:
+    """One backward pass and `step()`, as the base optimizer has it."""
+    ends = []
+    for run in (neutral(name, network()), base(name, network())):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        torch.manual_seed(7)
+        for i, (x, y) in enumerate(batches(4)):
+            run.optimizer.zero_grad()
+            scaler.scale(run.loss(x, y) * (torch.inf if scaled and i == 2 else 1)).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (2.0**9 if scaled else 1)
+        ends.append((run.model, torch.get_rng_state()))
+    assert same(ends[0][0], ends[1][0])
     assert torch.equal(ends[0][1], ends[1][1])
 
 
@@ -163,7 +175,7 @@ def test_unless_asked(by_closure: bool) -> None:
     assert not torch.equal(masks[0], masks[1])
 
 
-@pytest.mark.parametrize("name", [n for n in CONTENDERS if start(n).perturbs])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "EntropySGD"])
 def test_random_numbers_drawn_before_the_first_pass(name: str) -> None:
     """In halves the first pass begins with the model, not with zero_grad."""
     run, other = start(name), nn.Dropout(0.5)
@@ -201,6 +213,18 @@ def test_an_exception_leaves_the_weights(name: str) -> None:
         weights = dict(run.model.named_parameters())
         assert all(torch.equal(weights[n], before[n]) for n in weights)
     run.optimizer.step(closure)
+
+
+@every_optimizer
+def test_an_optimizer_that_goes_during_a_measurement(name: str) -> None:
+    """Its hooks, which were set aside, do not come back."""
+    run = start(name)
+    run.loss(*next(batches(1))).backward()
+    _ = run.optimizer.perturb() if run.perturbs else run.optimizer.step()
+    with _unheard():
+        del run
+        gc.collect()
+    assert_no_hooks()
 
 
 # saving
@@ -263,6 +287,26 @@ def test_the_base_loads_what_the_wrapper_saves_and_back() -> None:
     del optimizer.param_groups[0]["rho"]  # as in a file that a plain optimizer wrote
     Run(model, optimizer).advance(batches(2))
     assert optimizer.base.state[model[0].weight]["step"] == 6
+
+
+@every_optimizer
+def test_a_plain_state_leaves_the_settings(name: str) -> None:
+    """A state that the base optimizer saved: its values, and the settings that it knows not of."""
+    run, plain = start(name), base(name, network())
+    plain.optimizer.param_groups[0]["lr"] = 0.07
+    plain.advance(batches(2))
+    own = {k: v for k, v in run.optimizer.param_groups[0].items() if k != "params"}
+    known = plain.optimizer.param_groups[0].keys()
+    special = {k: v for k, v in own.items() if k not in known}
+    assert special
+    for key in special.keys() & {"rho", "strength", "noise"}:
+        special[key] = run.optimizer.param_groups[0][key] = own[key] if "noise" in key else 0.3
+    run.optimizer.load_state_dict(plain.optimizer.state_dict())
+    group = run.optimizer.param_groups[0]
+    assert {k: group[k] for k in special} == special
+    assert group["lr"] == 0.07
+    run.advance(batches(2))
+    assert run.optimizer.state_dict()["param_groups"][0]["lr"] == 0.07
 
 
 # loops

@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -167,6 +168,50 @@ def test_an_overflow_skips_the_step(name: str) -> None:
         assert scaler.get_scale() == 2.0**9
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
         assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", ["SAM", "ASAM", "SAM with FAM", "BNSharpnessSGD"])
+def test_unscaled_too_early(name: str) -> None:
+    """`unscale_` works once a step: before the last pass it would leave the others scaled."""
+    x, y = next(batches(1))
+    for known in (True, False):
+        run = start(name, network(dropout=0.0))
+        before = copy.deepcopy(run.model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(run.loss(x, y)).backward()
+        scaler.unscale_(run.optimizer)
+        if known:
+            with pytest.raises(SaltflatError, match=r"unscale_.* came before the last pass"):
+                run.optimizer.perturb(scaler)
+        else:
+            while run.optimizer.perturb():
+                scaler.scale(run.loss(x, y)).backward()
+            with pytest.raises(SaltflatError, match=r"perturb\(scaler\)"):
+                scaler.step(run.optimizer)
+        assert close(run.model, before, rtol=0)
+        scaler.update()
+        scaled_steps(run, scaler, [(x, y)], nullcontext)  # it can go on
+        assert not close(run.model, before)
+
+
+@pytest.mark.parametrize("name", ["SAM", "BNSharpnessSGD"])
+def test_unscaled_in_the_loop(name: str) -> None:
+    """After the last pass of SAM it is in time; other passes are lost."""
+    run, plain = (start(name, network(dropout=0.0)) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x, y = next(batches(1))
+    scaler.scale(run.loss(x, y)).backward()
+    run.optimizer.perturb(scaler)
+    scaler.scale(run.loss(x, y)).backward()
+    scaler.unscale_(run.optimizer)
+    if name == "SAM":
+        assert not run.optimizer.perturb(scaler)
+        scaler.step(run.optimizer)
+        plain.advance([(x, y)])
+    else:
+        with pytest.raises(SaltflatError, match="came before the last pass"):
+            run.optimizer.perturb(scaler)
+    assert close(run.model, plain.model)
 
 
 def test_the_scale_is_asked_for() -> None:

@@ -233,6 +233,9 @@ class EntropySGD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # a plain optimizer's state lacks some
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         if "_frozen" not in self.__dict__:
             self._adopt_watch()
         self._watch()

@@ -89,7 +89,8 @@ class Monitor:
         `Budget(share, seconds)`; None for no limit. Once it is exceeded, measurements are skipped
         until training has caught up, and the log says so. The first one is always made.
     path : a file of JSON lines, one a record, each written whole at once. A file that is there is
-        continued: its records are the beginning of `history`, and counting goes on from the last.
+        continued, which a warning says: its records are the beginning of `history`, and counting
+        goes on from the last. One that holds other measures is an error.
     tensorboard : a folder, or a SummaryWriter. The horizontal axis is the step, or the epoch where
         no step was counted.
     samples : how many of the data to keep at most; all by default.
@@ -133,7 +134,8 @@ class Monitor:
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
         self._options = {**options, "loss": loss, "output": output, "progress": False}
         self.path = None if path is None else Path(path)
-        self.history: list[Record] = [] if self.path is None else continued(self.path)
+        names = [each.name for each in self._measures]
+        self.history: list[Record] = [] if self.path is None else continued(self.path, names)
         self._step = self.history[-1].step if self.history else 0
         self._epoch = self.history[-1].epoch if self.history else 0
         self._own_writer = isinstance(tensorboard, str | os.PathLike)
@@ -252,12 +254,17 @@ def _unheard() -> Iterator[None]:
     listeners = hooks._global_forward_pre_hooks, hooks._global_forward_hooks
     before = [dict(each) for each in listeners]
     for each in listeners:
-        each.clear()
+        each.update(dict.fromkeys(each, _nothing))
     try:
         yield
     finally:
         for each, content in zip(listeners, before, strict=True):
-            each.update(content)
+            # Without those of an optimizer that was collected meanwhile.
+            each.update({key: hook for key, hook in content.items() if key in each})
+
+
+def _nothing(*_: Any) -> None:
+    """Instead of a hook that is not to hear of a pass."""
 
 
 def _sorted_out(report: Report) -> tuple[dict[str, Measurement], dict[str, str]]:

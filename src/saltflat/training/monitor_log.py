@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import final
@@ -57,10 +57,12 @@ class Record:
         return cls(**content)
 
 
-def continued(path: Path) -> list[Record]:
+def continued(path: Path, measures: Collection[str]) -> list[Record]:
     """The records of a log that is to be continued; none if there is no such file.
 
-    A last line that was not finished (the machine stopped as it was written) is removed.
+    A last line that was not finished (the machine stopped as it was written) is removed. A log of
+    other measures than these is one of another run, and refused; otherwise a warning tells what is
+    continued, as nothing else shows whose it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -74,13 +76,37 @@ def continued(path: Path) -> list[Record]:
             stacklevel=3,
         )
         os.truncate(path, len(whole))
-    records = []
-    for number, line in enumerate(whole.decode(errors="replace").splitlines(), start=1):
-        try:
-            records.append(Record.from_json(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(
-                f"Line {number} of {path} is not a record of a monitor: {line[:60]!r}. Give "
-                "another path, or remove the file."
-            ) from error
+    records = [
+        _record(path, number, line)
+        for number, line in enumerate(whole.decode(errors="replace").splitlines(), start=1)
+    ]
+    _check(path, records, measures)
     return records
+
+
+def _record(path: Path, number: int, line: str) -> Record:
+    try:
+        return Record.from_json(line)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"Line {number} of {path} is not a record of a monitor: {line[:60]!r}. Give "
+            "another path, or remove the file."
+        ) from error
+
+
+def _check(path: Path, records: list[Record], measures: Collection[str]) -> None:
+    if not records:
+        return
+    last = records[-1]
+    known = {name for each in records for name in (*each.values, *each.failed)}
+    if known and known != set(measures):
+        raise DataError(
+            f"{path} is the log of another run: it holds {', '.join(sorted(known))}, and this "
+            f"monitor measures {', '.join(sorted(measures))}. Give another path, or remove the "
+            "file."
+        )
+    warnings.warn(
+        f"{path} is continued: it holds {len(records)} records, up to step {last.step} and epoch "
+        f"{last.epoch}. If they are not of this run, give another path or remove the file.",
+        stacklevel=4,
+    )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidType, InvalidValue
 from saltflat.training.checks import check_number
 from saltflat.training.vectors import copies, put, scale, total_norm
-from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
+from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk, check_base
 
 
 @final
@@ -62,7 +62,14 @@ class SAM(PerturbedOptimizer):
         vectors: bool = True,
         freeze_batchnorm: bool = True,
         same_randomness: bool = True,
+        **unknown: Any,
     ) -> None:
+        check_base(base_optimizer, "SAM")
+        if unknown:
+            raise InvalidType(
+                f"SAM has no setting {next(iter(unknown))!r}. Those of the base optimizer are its "
+                "own: SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05)."
+            )
         defaults = {
             "rho": check_number("rho", rho),
             "adaptive": adaptive,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import LBFGS, Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue
@@ -65,7 +65,7 @@ class PerturbedOptimizer(Optimizer, ABC):
         freeze_batchnorm: bool,
         same_randomness: bool,
     ) -> None:
-        _check_base(base)
+        check_base(base, type(self).__name__)
         super().__init__([dict(group) for group in base.param_groups], defaults)
         self.freeze_batchnorm = freeze_batchnorm
         self.same_randomness = same_randomness
@@ -92,14 +92,32 @@ class PerturbedOptimizer(Optimizer, ABC):
         gradients are those of the step: they can be clipped. `scaler` is the GradScaler that the
         loss was multiplied by; its `unscale_` comes after the last pass, not before.
         """
+        unscaled = self._unscaled(scaler)
+        if unscaled and not self._scale_free:
+            self._refuse_unscaled()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         self._scaler_seen = scaler is not None
         if scale != 1.0 and not self._scale_free:
             self._multiply(1.0 / scale)
         more = self._advance() is not None
+        if unscaled and more:
+            self._refuse_unscaled()
         if scale != 1.0 and not self._scale_free and not more:
             self._multiply(scale)
         return more
+
+    def _unscaled(self, scaler: GradScaler | None) -> bool:
+        """Whether `scaler.unscale_` was called, which it may be once before `scaler.update`."""
+        states = {} if scaler is None else scaler._per_optimizer_states
+        return id(self) in states and states[id(self)]["stage"] is not OptState.READY
+
+    def _refuse_unscaled(self) -> None:
+        self.restore()
+        raise InvalidValue(
+            "scaler.unscale_(optimizer) came before the last pass, or scaler.update() is missing "
+            "after the step before. Call unscale_ after `while optimizer.perturb(scaler): …`, then "
+            "scaler.step(optimizer) and scaler.update()."
+        )
 
     def restore(self) -> None:
         """Put the weights back and forget the passes of this step, after an error for instance."""
@@ -181,15 +199,22 @@ class PerturbedOptimizer(Optimizer, ABC):
         """The step of the base optimizer after passes that the user made."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._walk is None and not self._ready:
-            raise InvalidValue(
-                f"{type(self).__name__}.step() has only one gradient. Pass a closure, or call "
-                "perturb() and backward() again before step()."
-            )
-        if found_inf is not None and not self._scale_free and not self._scaler_seen:
+            if not self._neutral():
+                raise InvalidValue(
+                    f"{type(self).__name__}.step() has only one gradient. Pass a closure, or call "
+                    "perturb() and backward() again before step()."
+                )
+            self._ready = True
+        elif (
+            found_inf is not None
+            and not self._scaler_seen
+            # Without a scale the gradients were unscaled before, nobody knows in which pass.
+            and (grad_scale is None or not self._scale_free)
+        ):
             self.restore()
             raise InvalidValue(
-                f"{type(self).__name__} needs to know the scale of the gradients. With a "
-                "GradScaler call perturb(scaler)."
+                f"{type(self).__name__} needs to know the scale of the gradients, and when they "
+                "were unscaled. With a GradScaler call perturb(scaler)."
             )
         if grad_scale is not None:
             self._multiply(float(1.0 / grad_scale.double()))
@@ -293,6 +318,13 @@ class PerturbedOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.base.load_state_dict(state_dict)
 
+    def _keep_settings(self, base: Optimizer) -> None:
+        """Groups that were loaded from a plain optimizer's state keep the settings of this one."""
+        for old, new in zip(self.param_groups, base.param_groups, strict=True):
+            for name in self.defaults.keys() - base.defaults.keys():
+                if name in old:
+                    new.setdefault(name, old[name])
+
     def _adopt(self, base: Optimizer) -> None:
         self.base = base
         for name in _SHARED_HOOKS:
@@ -301,10 +333,11 @@ class PerturbedOptimizer(Optimizer, ABC):
 
         def link(base: Optimizer) -> None:
             if (optimizer := itself()) is not None:
+                optimizer._keep_settings(base)
                 optimizer.param_groups, optimizer.state = base.param_groups, base.state
 
         base.register_load_state_dict_post_hook(link)
-        link(base)
+        self.param_groups, self.state = base.param_groups, base.state
         self._walk = None
         self._ready = False
         self._scaler_seen = False
@@ -324,11 +357,13 @@ class PerturbedOptimizer(Optimizer, ABC):
         self._adopt(state["base"])
 
 
-def _check_base(base: Any) -> None:
+def check_base(base: Any, name: str) -> None:
+    """Refuse what cannot be the base of the optimizer `name`."""
     if not isinstance(base, Optimizer):
         raise InvalidType(
-            "The base must be a torch optimizer, e.g. torch.optim.SGD(model.parameters(), lr=0.1). "
-            f"Got {type(base).__name__}."
+            f"{name} wraps an optimizer that is there already: "
+            f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), …). Got {type(base).__name__} in "
+            "its place."
         )
     if isinstance(base, PerturbedOptimizer | LBFGS):
         raise InvalidType(
