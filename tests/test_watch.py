@@ -155,6 +155,7 @@ def checksum(*batches: Any) -> int:
 def test_checksum_knows_what_but_not_in_which_order() -> None:
     order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
     whole = checksum((X, Y))
+    assert 2**32 < whole < 2**64, "all of its 64 bits are used"
     assert checksum((X[order], Y[order])) == whole
     assert checksum((X[:5], Y[:5]), (X[5:], Y[5:])) == whole
     assert checksum((X[order], Y)) != whole, "inputs and targets belong together"
@@ -215,8 +216,8 @@ def test_a_watch_that_is_off_sees_nothing() -> None:
 def test_counts() -> None:
     watch, tally = Watch(), Tally()
     watch.on = True
-    watch.see(tally, (X[:5], Y[:5]), 5)
-    watch.see(tally, (X[5:], Y[5:]), 7)
+    watch.see(tally, (X[:7], Y[:7]), 7)
+    watch.see(tally, (X[7:], Y[7:]), 5)
     watch.end(tally)
     assert (tally.samples, tally.batches, tally.largest) == (12, 2, 7)
     assert watch.first is tally
