@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,23 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from saltflat.errors import InvalidType, InvalidValue
+from saltflat.errors import InvalidValue
 from saltflat.training.perturb import FrozenStatistics, Replay
+from saltflat.training.sharing import SharingOptimizer
 
 Closure = Callable[[], Any]
 Walk = Generator[str, None, None]
 
-_KEPT = ("base", "defaults", "freeze_batchnorm", "same_randomness")
-_SHARED_HOOKS = tuple(
-    f"_optimizer_{verb}_{when}_hooks"
-    for verb in ("state_dict", "load_state_dict")
-    for when in ("pre", "post")
-)
 
-
-class PerturbedOptimizer(Optimizer, ABC):
+class PerturbedOptimizer(SharingOptimizer, ABC):
     """A torch optimizer around a base optimizer, whose parameter groups and state it shares.
 
     With a closure, which clears the gradients, computes the loss, calls `backward()` and returns
@@ -65,15 +58,9 @@ class PerturbedOptimizer(Optimizer, ABC):
         freeze_batchnorm: bool,
         same_randomness: bool,
     ) -> None:
-        check_base(base, type(self).__name__)
-        super().__init__([dict(group) for group in base.param_groups], defaults)
         self.freeze_batchnorm = freeze_batchnorm
         self.same_randomness = same_randomness
-        self._adopt(base)
-        for group in self.param_groups:
-            for name, value in defaults.items():
-                group.setdefault(name, value)
-        self.defaults = {**base.defaults, **defaults}
+        super().__init__(base, defaults)
 
     @abstractmethod
     def _passes(self) -> Walk:
@@ -108,7 +95,7 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _unscaled(self, scaler: GradScaler | None) -> bool:
         """Whether `scaler.unscale_` was called, which it may be once before `scaler.update`."""
-        states = {} if scaler is None else scaler._per_optimizer_states
+        states = getattr(scaler, "_per_optimizer_states", {})  # another device's may have none
         return id(self) in states and states[id(self)]["stage"] is not OptState.READY
 
     def _refuse_unscaled(self) -> None:
@@ -293,51 +280,14 @@ class PerturbedOptimizer(Optimizer, ABC):
             raise InvalidValue("Sparse gradients cannot be perturbed. Use sparse=False.")
         return found
 
-    def _setting(self, group: Mapping[str, Any], name: str) -> Any:
-        # Groups that the base optimizer added or loaded do not hold it.
-        return group.get(name, self.defaults[name])
-
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
         every = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         if every:
             torch._foreach_mul_(every, factor)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        base = self.__dict__.get("base")
-        if base is None:  # during construction; the base has its groups already
-            super().add_param_group(param_group)
-            return
-        base.add_param_group(param_group)
-        for name, value in self.defaults.items():
-            param_group.setdefault(name, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.base.load_state_dict(state_dict)
-
-    def _keep_settings(self, base: Optimizer) -> None:
-        """Groups that were loaded from a plain optimizer's state keep the settings of this one."""
-        for old, new in zip(self.param_groups, base.param_groups, strict=True):
-            for name in self.defaults.keys() - base.defaults.keys():
-                if name in old:
-                    new.setdefault(name, old[name])
-
     def _adopt(self, base: Optimizer) -> None:
-        self.base = base
-        for name in _SHARED_HOOKS:
-            setattr(self, name, getattr(base, name))
-        itself = weakref.ref(self)
-
-        def link(base: Optimizer) -> None:
-            if (optimizer := itself()) is not None:
-                optimizer._keep_settings(base)
-                optimizer.param_groups, optimizer.state = base.param_groups, base.state
-
-        base.register_load_state_dict_post_hook(link)
-        self.param_groups, self.state = base.param_groups, base.state
+        super()._adopt(base)
         self._walk = None
         self._ready = False
         self._scaler_seen = False
@@ -350,23 +300,5 @@ class PerturbedOptimizer(Optimizer, ABC):
                 f"{type(self).__name__} cannot be copied between perturb() and step(): the "
                 "weights are perturbed. Call step() or restore() first."
             )
-        return {name: self.__dict__[name] for name in _KEPT}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({k: v for k, v in state.items() if k != "base"})
-        self._adopt(state["base"])
-
-
-def check_base(base: Any, name: str) -> None:
-    """Refuse what cannot be the base of the optimizer `name`."""
-    if not isinstance(base, Optimizer):
-        raise InvalidType(
-            f"{name} wraps an optimizer that is there already: "
-            f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), …). Got {type(base).__name__} in "
-            "its place."
-        )
-    if isinstance(base, PerturbedOptimizer | LBFGS):
-        raise InvalidType(
-            f"{type(base).__name__} evaluates the loss itself and cannot be the base of another "
-            "optimizer. Use one whose step() needs no closure."
-        )
+        own = {name: self.__dict__[name] for name in ("freeze_batchnorm", "same_randomness")}
+        return {**super().__getstate__(), **own}
