@@ -31,7 +31,9 @@ def _line(problem: Problem, name: str, runs: int) -> tuple[str, str]:
     for _ in range(runs):
         contender.before()
         whole.append(1e3 * clocked(run, "cpu")[0])
-    marked = contender.build(Problem(Marked(problem.model).eval(), problem.x, problem.y), 1)
+    marked = contender.build(
+        Problem(Marked(problem.model).eval(), problem.x, problem.y), len(problem.x)
+    )
     marked()
     contender.before()
     phases, table = split(marked, "cpu")
@@ -47,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     configure("cpu", False)
     problem = prepare(CASES[options.case], "cpu")
-    names = ("gradient", "trace", "trace-warm", "diagonal", "diagonal-warm", "backpack")
+    names = ("gradient", "trace", "trace-warm", "diagonal", "diagonal-warm")
     found = {name: _line(problem, name, options.runs) for name in names}
     lines = [
         f"# {options.case}: {describe('cpu', False)}",
@@ -64,7 +66,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"profile-cpu-{options.case.replace('/', '-')}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines[:13]))
+    print("\n".join(lines[:12]))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def _doubts(node: Any, below: Sequence[int], every: int) -> int:
 def _name(node: Any) -> str | None:
     """What a node does, or None where that is not known."""
     match = _NAME.fullmatch(node.name())
-    if match is None or (match[1] in _BATCH_NORMS and node._saved_training):
+    if match is None or (match[1] in _BATCH_NORMS and getattr(node, "_saved_training", True)):
         return None
     return match[1]
 
