@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import networks as net
 import papers
 import pytest
@@ -84,3 +86,40 @@ def test_gradients_that_are_written_out() -> None:
     assert found.exact
     want = truth(model, (x, y), "weight", x.std(0, correction=0))
     assert found.value == pytest.approx(want, rel=1e-10)
+
+
+def bent(zero: bool) -> tuple[nn.Module, tuple[Tensor, Tensor], Tensor]:
+    """A network that is not piecewise linear, its data, and the scales of its inputs."""
+    case = BY_NAME["mlp GELU"]
+    x, y = case.data(n=12)
+    x = x * torch.tensor([0.2, 1.0, 4.0, 0.0 if zero else 2.0], dtype=torch.float64)
+    scale = x.std(0, correction=0)
+    if zero:
+        scale[3] = 1e-9  # so little that its weights do not count; there is no curvature
+    return case.model(), (x, y), scale
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_products_that_write_it_out(zero: bool) -> None:
+    model, data, scale = bent(zero)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is estimated, so there is nothing to say
+        found = measured(model, data, "0", estimator=sf.Hutchinson(probes=1000))
+    assert found.exact
+    assert found.value == pytest.approx(truth(model, data, "0", scale), rel=1e-10)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.filterwarnings("ignore:.*estimated by Hutchinson")
+def test_estimates_from_products(zero: bool) -> None:
+    model, data, scale = bent(zero)
+    found = measured(model, data, "0", estimator=sf.Hutchinson(probes=15))
+    want = truth(model, data, "0", scale)
+    assert not found.exact
+    assert abs(found.value - want) < 4.5 * found.stderr
+    values = [
+        measured(model, data, "0", estimator=sf.Hutchinson(probes=15, seed=seed)).value
+        for seed in range(60)
+    ]
+    mean, error = torch.tensor(values).mean(), torch.tensor(values).std() / 60**0.5
+    assert abs(float(mean) - want) < 4 * float(error) < 0.5 * want
