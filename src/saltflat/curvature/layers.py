@@ -251,15 +251,21 @@ class SpreadUse(Use, ABC):
 
     def keep(self, delta: Tensor, rows: Rows) -> dict[str, Tensor]:
         """The sums themselves: far smaller than the delta."""
+        one_row = rows.dim == 0 and len(delta) == rows.count
         sums = {}
         for role, shape in self.shapes.items():
-            align = list(self.align[role])
-            align.insert(0, align.pop(rows.dim))
-            if align[0] != 1:
+            align = self.align[role]
+            if align[rows.dim] != 1:
                 continue  # the parameter differs between samples: not a case for this rule
-            spread = [1, *(d + 1 for d, size in enumerate(align) if size == 1 and d > 0)]
             product = delta * self.multiplier() if role == "weight" else delta
-            sums[role] = rows.first(product).sum(spread).reshape(-1, *shape)
+            if one_row:
+                spread = [d for d, size in enumerate(align) if size == 1 and d > 0]
+                summed = product.sum(spread) if spread else product
+            else:
+                moved = [size for d, size in enumerate(align) if d != rows.dim]
+                spread = [1, *(d + 2 for d, size in enumerate(moved) if size == 1)]
+                summed = rows.first(product).sum(spread)
+            sums[role] = summed.reshape(-1, *shape)
         return sums
 
     def keep_all(self, deltas: Tensor, rows: Rows) -> list[dict[str, Tensor]]:
