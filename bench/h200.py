@@ -1,6 +1,7 @@
 """A large GPU: what an exact trace and diagonal of ResNet-18 cost there, and where that goes.
 
-`python -m bench.h200 FOLDER` writes h200.md, h200.json and the profiler's tables to the folder.
+`python -m bench.h200 FOLDER` writes h200-fp32.md, h200-tf32.md, the same as JSON, and the profiler's
+tables to the folder; `--precisions tf32` does one of the two.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from bench.phases import Marked, split
 from bench.timing import Timed, Times, clocked, in_turns
 
 _OURS = ("trace", "trace-warm", "diagonal", "diagonal-warm")
+_PRECISIONS = ("fp32", "tf32")
 _MOST = {("trace", False): 5.0, ("trace", True): 6.0}  # gradients, without and with tf32
+
+
+def _name(tf32: bool) -> str:
+    return _PRECISIONS[tf32]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,10 @@ class Precision:
     errors: dict[str, float | None]
     phases: dict[str, dict[str, float]]
     many: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return _name(self.tf32)
 
     def gradients(self, name: str) -> float:
         return self.times[name].best / self.times["gradient"].best
@@ -63,8 +73,7 @@ def _phases(
     run = CONTENDERS[name].build(marked, len(problem.x))
     run()
     times, table = split(run, options.device)
-    precision = "tf32" if tf32 else "fp32"
-    (options.folder / f"h200-profile-{name}-{precision}.txt").write_text(table + "\n")
+    (options.folder / f"h200-profile-{name}-{_name(tf32)}.txt").write_text(table + "\n")
     return times
 
 
@@ -85,26 +94,26 @@ def _many(problem: Problem, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _markdown(results: list[Precision], network: str, images: int, n: int) -> str:
-    lines = [f"# {network}, n = {n}"]
-    for r in results:
-        lines += ["", f"## {r.title}", ""]
-        lines += ["| | ms, best | ms, median | gradients | rel. error | must reach |"]
-        lines += ["|---|---|---|---|---|---|"]
-        for name, times in r.times.items():
-            error, most = r.errors[name], _MOST.get((name, r.tf32))
-            bar = "" if most is None else f"≤ {most:g} {'✓' if r.gradients(name) <= most else '✗'}"
-            lines.append(
-                f"| {CONTENDERS[name].title} | {1e3 * times.best:.4g} | {1e3 * times.median:.4g} "
-                f"| {r.gradients(name):.3g} | {'' if error is None else f'{error:.1e}'} | {bar} |"
-            )
-        lines.append("")
-        for name, phases in r.phases.items():
-            unit = 1e3 * r.times["gradient"].best
-            parts = [f"{phase} {ms:.4g} ms ({ms / unit:.2g})" for phase, ms in phases.items()]
-            lines.append(f"- {name}, warm, in ms and gradients: {', '.join(parts)}.")
-        for name, seconds in r.many.items():
-            lines.append(f"- {name} of {images:,} images in batches of {n}: {seconds:.3g} s.")
+def _markdown(r: Precision, options: argparse.Namespace) -> str:
+    lines = [f"# {options.network}, n = {options.n}: {r.title}", ""]
+    lines += [f"`python -m bench.h200 FOLDER --precisions {r.name}` makes this file.", ""]
+    lines += ["| | ms, best | ms, median | gradients | rel. error | must reach |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for name, times in r.times.items():
+        error, most = r.errors[name], _MOST.get((name, r.tf32))
+        bar = "" if most is None else f"≤ {most:g} {'✓' if r.gradients(name) <= most else '✗'}"
+        lines.append(
+            f"| {CONTENDERS[name].title} | {1e3 * times.best:.4g} | {1e3 * times.median:.4g} "
+            f"| {r.gradients(name):.3g} | {'' if error is None else f'{error:.1e}'} | {bar} |"
+        )
+    lines.append("")
+    for name, phases in r.phases.items():
+        unit = 1e3 * r.times["gradient"].best
+        parts = [f"{phase} {ms:.4g} ms ({ms / unit:.2g})" for phase, ms in phases.items()]
+        lines.append(f"- {name}, warm, in ms and gradients: {', '.join(parts)}.")
+    for name, seconds in r.many.items():
+        batches = f"{options.images:,} images in batches of {options.n}"
+        lines.append(f"- {name} of {batches}: {seconds:.3g} s.")
     return "\n".join(lines) + "\n"
 
 
@@ -116,18 +125,18 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=1000, help="samples, and the size of a batch")
     parser.add_argument("--images", type=int, default=50_000)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--precisions", nargs="+", choices=_PRECISIONS, default=_PRECISIONS)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     case = next(case for case in CASES.values() if case.network == options.network)
     problem = prepare(replace(case, n=options.n), options.device)
     exact = reference(problem)
-    results = [_measure(problem, exact, tf32, options) for tf32 in (False, True)]
-    text = _markdown(results, options.network, options.images, options.n)
-    (options.folder / "h200.md").write_text(text)
-    (options.folder / "h200.json").write_text(
-        json.dumps([asdict(result) for result in results], indent=1) + "\n"
-    )
-    print(text)
+    for precision in options.precisions:
+        result = _measure(problem, exact, precision == "tf32", options)
+        stem = options.folder / f"h200-{precision}"
+        stem.with_suffix(".md").write_text(_markdown(result, options), encoding="utf-8")
+        stem.with_suffix(".json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+        print(_markdown(result, options), flush=True)
 
 
 if __name__ == "__main__":
