@@ -1,7 +1,7 @@
 """A large GPU: what an exact trace and diagonal of ResNet-18 cost there, and where that goes.
 
-`python -m bench.h200 FOLDER` writes h200-fp32.md, h200-tf32.md, the same as JSON, and the profiler's
-tables to the folder; `--precisions tf32` does one of the two.
+`python -m bench.h200 FOLDER` writes h200-fp32.md, h200-tf32.md, the same as JSON and the tables of
+the profiler to the folder; `--precisions tf32` does one of the two.
 """
 
 from __future__ import annotations
