@@ -14,6 +14,7 @@ from networks import Residual, seq
 from torch import Tensor, nn
 
 from saltflat.errors import SaltflatError
+from saltflat.measures.batchnorm import Feeds
 from saltflat.training.bn_sharpness import BNSharpnessSGD
 
 X = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -349,6 +350,39 @@ def test_no_filters_is_said() -> None:
     with pytest.warns(UserWarning, match="no filter"):
         optimizer.step(closure_of(model, optimizer))
     assert "none" in repr(optimizer)
+
+
+def test_scale_inference_where_there_is_nothing_to_find() -> None:
+    model = seq(nn.Flatten(), nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = BNSharpnessSGD(base, model, example=X)
+    with pytest.warns(UserWarning, match="no filter"):
+        optimizer.step(closure_of(model, optimizer))
+    assert "none" in repr(optimizer)
+
+
+def test_named_filters_must_be_slices_of_a_parameter() -> None:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    normed = nn.Sequential(linear, nn.BatchNorm1d(5))
+    shared = nn.Sequential(nn.ConvTranspose1d(4, 4, 2, groups=2), nn.BatchNorm1d(4))
+    for model, word in ((normed, "computed from others"), (shared, "shared by groups")):
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(SaltflatError, match=word):
+            BNSharpnessSGD(base, model, filters=["0"])
+
+
+def test_calls_inside_a_synchronised_norm_do_not_count() -> None:
+    """It takes statistics by calls of its own, which would look like another use of the filters."""
+    layer = nn.Linear(4, 5)
+    for pause, fed in ((True, True), (False, False)):
+        feeds = Feeds({"weight": 5}, {"weight": layer.weight}, training=True)
+        with feeds:
+            z = layer(torch.randn(6, 4))
+            feeds.normalise(z)
+            feeds.paused = pause
+            torch.var_mean(z, 0)
+            feeds.paused = False
+        assert bool(feeds.units()["weight"].all()) is fed
 
 
 def test_filters_by_name() -> None:

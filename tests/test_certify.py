@@ -217,3 +217,28 @@ def test_two_samples_that_interact(pair: tuple[int, int], size: int) -> None:
     result = sf.trace(case.model(), batches, rare_pairs, estimator=sf.Hutchinson(probes=30))
     assert not result.exact
     agrees(result, oracle.blocks(oracle.hessian))
+
+
+class ScalarGain(nn.Module):
+    """A gain without dimensions, ahead of what the graph does not show to be piecewise linear."""
+
+    def __init__(self, bend: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.bend, self.out = nn.Linear(4, 5), bend, nn.Linear(5, 3)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.bend(self.gain * self.fc(x)))
+        return result
+
+
+@pytest.mark.parametrize(("bend", "linear"), [(nn.Softshrink(0.1), True), (nn.Tanh(), False)])
+def test_a_parameter_without_dimensions(bend: nn.Module, linear: bool) -> None:
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    result = sf.trace(ScalarGain(bend), (x, y))
+    assert result.certificate.piecewise_linear["gain"] is linear
+    assert "not available" not in result.certificate.reasons["gain"]
+    oracle = Dense(ScalarGain(bend), x, y)
+    agrees(result, oracle.blocks(oracle.hessian))

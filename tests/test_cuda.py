@@ -87,7 +87,7 @@ def test_autocast_is_ignored() -> None:
 
 
 def test_batch_norm_of_the_device_is_read_off_the_graph() -> None:
-    """cuDNN's own node in evaluation mode; with the statistics of the batch it is not proven."""
+    """Whichever node it has; with the statistics of the batch it is not proven."""
     norm = nn.BatchNorm2d(3).cuda()
     x = torch.randn(4, 3, 5, 5, device="cuda", requires_grad=True)
     parameters = dict(norm.named_parameters()) | {"x": x}

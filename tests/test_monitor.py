@@ -389,6 +389,20 @@ def test_a_measure_that_fails_does_not_stop_the_others() -> None:
     assert "negative" in record.failed["minimum_sharpness"]
 
 
+def test_an_eigenvalue_that_is_not_found_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise sf.SaltflatError("eigsh did not converge")
+
+    monkeypatch.setattr("saltflat.curvature.spectrum.largest", fails)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
+    data = X, torch.arange(len(X)) % 3
+    record = Monitor(model, data, measures=["kappa", "hessian_trace"], budget=None).measure()
+    assert list(record.values) == ["hessian_trace"]
+    assert record.failed == {"kappa": "eigsh did not converge"}
+
+
 def test_divergence_is_recorded() -> None:
     model = network()
     monitor = Monitor(model, (X, Y), budget=None)

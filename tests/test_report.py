@@ -437,6 +437,8 @@ def test_neurons_print() -> None:
     lines = capture.get().splitlines()
     assert "By neuron, layer 0" in lines[0]
     assert "hessian_trace" not in lines[2]
+    assert "rho, output units" in lines[2]
+    assert "kappa_trace, input units" in lines[2]
     rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
     inputs, outputs = (found[n].by_neuron["0"] for n in ("kappa_trace", "rho"))
     assert len(rows) == max(len(inputs), len(outputs)) > min(len(inputs), len(outputs))

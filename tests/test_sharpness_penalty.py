@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +112,20 @@ def test_errors() -> None:
         SharpnessPenalty(model, (x, y), -1.0)
     with pytest.raises(sf.LossError, match="with its graph"):
         SharpnessPenalty(model, (x, y))(torch.tensor(1.0))
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    model, x, y = problem()
+    penalty = SharpnessPenalty(model, (x, y))
+    penalty(F.cross_entropy(model(x), y))
+    state = penalty.state_dict()
+    other = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(sf.InvalidValue, match="state is that of another model"):
+        SharpnessPenalty(other, (x, y)).load_state_dict(state)
+    wider = copy.deepcopy(model)
+    wider[0] = nn.Linear(7, 7)
+    with pytest.raises(sf.InvalidValue, match=r"has \(7"):
+        SharpnessPenalty(wider, (x, y)).load_state_dict(state)
 
 
 def test_a_loss_of_another_model_is_refused() -> None:

@@ -26,7 +26,6 @@ def volume(w: Tensor) -> Tensor:
 
 
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
-    "Abs": torch.abs,
     "AdaptiveAvgPool2D": lambda w: F.adaptive_avg_pool2d(image(w), 2),
     "AdaptiveAvgPool3D": lambda w: F.adaptive_avg_pool3d(volume(w), 2),
     "AdaptiveMaxPool2D": lambda w: F.adaptive_max_pool2d(image(w), 2),
@@ -72,6 +71,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "ReplicationPad3D": lambda w: F.pad(volume(w), (1,) * 6, "replicate"),
     "ReshapeAlias": lambda w: torch.ops.aten._reshape_alias(w, [36], [1]),
     "Roll": lambda w: w.roll(1, 0),
+    "Rsub": lambda w: torch.rsub(w, A),
     "Select": lambda w: w.select(0, 1),
     "Slice": lambda w: w[1:4],
     "Split": lambda w: w.split(3)[1],
@@ -184,6 +184,7 @@ NOT_PROVEN: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "a user's own": lambda w: Relu.apply(w),
     "below another": lambda w: torch.tanh(A @ w) @ A,
+    "size of a complex number": lambda w: (w[:3] + 1j * w[3:]).abs(),
     "denominator": lambda w: A / w,
     "in its own denominator": lambda w: w / w.sum(),
     "statistics of a batch": lambda w: F.batch_norm(w, None, None, ONES, ZEROS, training=True),
@@ -221,7 +222,7 @@ def test_nothing_is_proven_that_is_not_so(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "residual in place", "batch norm 2d", "conv2d groups", "mlp PReLU", "siamese"]
+    "name", ["mlp", "residual in place", "batch norm 2d", "conv2d groups", "mlp PReLU", "branches"]
 )
 def test_plain_networks_are_proven(name: str) -> None:
     case = BY_NAME[name]

@@ -195,6 +195,25 @@ def test_unscaled_too_early(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SAM", "BNSharpnessSGD"])
+def test_a_refused_step_leaves_no_scale_behind(name: str) -> None:
+    """GradScaler would multiply it into the next step."""
+    x, y = next(batches(1))
+    models = []
+    for forgotten in (False, True):
+        run = start(name, network(dropout=0.0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        if forgotten:
+            scaler.scale(run.loss(x, y)).backward()
+            with pytest.raises(SaltflatError, match="only one gradient"):
+                scaler.step(run.optimizer)
+            run.optimizer.zero_grad()
+            scaler.update()
+        scaled_steps(run, scaler, [(x, y)], nullcontext)
+        models.append(run.model)
+    assert close(*models)
+
+
+@pytest.mark.parametrize("name", ["SAM", "BNSharpnessSGD"])
 def test_unscaled_in_the_loop(name: str) -> None:
     """After the last pass of SAM it is in time; other passes are lost."""
     run, plain = (start(name, network(dropout=0.0)) for _ in range(2))

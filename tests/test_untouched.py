@@ -262,6 +262,38 @@ def test_autocast_in_float32() -> None:
     agrees(result, oracle.blocks(oracle.hessian), torch.float32)
 
 
+class Counting(nn.Module):
+    """Counts its passes in a buffer, also in evaluation mode; other buffers are unusual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.ones(1).expand(4))
+        self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("unknown", torch.full((2,), torch.nan))
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("large", torch.arange(70_000.0))
+        self.register_buffer("order", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.large[5] = -1
+        self.turned[1, 1] = 9
+        result: Tensor = self.fc(x * self.mask)[:, self.order]
+        return result
+
+
+def test_unusual_buffers() -> None:
+    model, before = Counting(), Counting()
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    sf.trace(model, (x, y))
+    for (name, a), b in zip(model.named_buffers(), before.buffers(), strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()), name
+        assert a.stride() == b.stride(), name
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_train_and_eval_mode_give_the_same(training: bool) -> None:
     model, data = busy()

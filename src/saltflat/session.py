@@ -32,7 +32,7 @@ class _Snapshot:
             (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in parameters
         ]
         self.buffers = [(b, b.data) for b in buffers]
-        self.values = [_joined(each).clone() for each in self._alike()]
+        self.values = [_joined(each) for each in self._alike()]
 
     def restore(self) -> None:
         for module, attributes, registries in self.modules:
@@ -54,20 +54,33 @@ class _Snapshot:
         for b, data in self.buffers:
             b.data = data
         for each, values in zip(self._alike(), self.values, strict=True):
-            if not torch.equal(_joined(each), values):
-                parts = values.split([data.numel() for data in each])
-                for data, part in zip(each, parts, strict=True):
-                    data.copy_(part.reshape(data.shape))
+            if len(each) > 1 and torch.equal(_joined(each), values):
+                continue
+            sizes = [data.numel() for data in each]
+            parts = values.split(sizes) if len(each) > 1 else [values]
+            for data, part in zip(each, parts, strict=True):
+                before = part.reshape(data.shape) if len(each) > 1 else part
+                if not torch.equal(data, before):
+                    data.copy_(before)
 
     def _alike(self) -> list[list[Tensor]]:
-        """The buffers' values by kind: those of one kind are compared at once."""
+        """The buffers' values: small ones of a kind are compared at once, the others one by one."""
         found: dict[Any, list[Tensor]] = {}
         for _, data in self.buffers:
-            found.setdefault((data.dtype, data.device, data.layout), []).append(data)
+            plain = data.layout == torch.strided and not data.is_quantized
+            small = plain and data.numel() <= _SMALL
+            key = (data.dtype, data.device) if small else id(data)
+            found.setdefault(key, []).append(data)
         return list(found.values())
 
 
+_SMALL = 1 << 16
+
+
 def _joined(tensors: list[Tensor]) -> Tensor:
+    """A copy of them all."""
+    if len(tensors) == 1:
+        return tensors[0].detach().clone()
     return torch.cat([t.reshape(-1) for t in tensors])
 
 

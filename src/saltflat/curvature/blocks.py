@@ -110,12 +110,12 @@ class Blocks:
         plan = start(self.risk, next(self.risk.batches()), self.settings)
         parameters = {name: self.risk.parameters[name] for name in names}
         try:
-            return spectrum.largest(self._products(names, plan), parameters, tol, seed)
+            return spectrum.largest(self.products(names, plan), parameters, tol, seed)
         except NotAdditive:
             give_up_on_samples(self.risk)
-            return spectrum.largest(self._products(names, plan), parameters, tol, seed)
+            return spectrum.largest(self.products(names, plan), parameters, tol, seed)
 
-    def _products(self, names: Sequence[str], plan: Plan) -> Products:
+    def products(self, names: Sequence[str], plan: Plan) -> Products:
         # A double backward keeps about four times what a forward pass does.
         each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs.numel())
         chunk = max(1, self.settings.budget(self.risk.device) // each)
@@ -248,7 +248,7 @@ class Blocks:
             )
 
     def _probe(self, found: Found, names: list[str], plan: Plan) -> None:
-        products = self._products(names, plan)
+        products = self.products(names, plan)
         shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
         rules = dict.fromkeys(names, "probes")
         plain = self.kinds & EVERY_PARAMETER
@@ -275,7 +275,7 @@ class Blocks:
         assert isinstance(self.estimator, Hutchinson)
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
-        products = self._products(list(weights), plan)
+        products = self.products(list(weights), plan)
         result = estimate_form(products, weights, FORMS[kind], self.estimator, self.groups, in_full)
         self._estimated(found, kind, result, dict.fromkeys(weights, "probes"), self.reasons)
 

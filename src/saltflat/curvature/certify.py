@@ -125,9 +125,9 @@ class _Probe:
         return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
 
     def _forward(self) -> tuple[Tensor, list[Use]]:
-        with Recorder(self.risk.parameters, keep=True) as recorder:
+        with Recorder(self.risk.parameters, sizes=True) as recorder:
             outputs = self.risk.forward(self.batch)
-        self.values = recorder.outputs
+        self.sizes = recorder.sizes
         return outputs, recorder.uses
 
     def _coupled(self, outputs: Tensor) -> bool:
@@ -248,15 +248,15 @@ class _Probe:
     def _all_linear(self) -> bool:
         """Whether no δ changes with any recorded output."""
         found = [
-            (use.edge, delta, value)
-            for use, delta, value in zip(self.uses, self.deltas, self.values, strict=True)
+            (use.edge, delta, size)
+            for use, delta, size in zip(self.uses, self.deltas, self.sizes, strict=True)
             if delta is not None and delta.requires_grad
         ]
         if not found:
             return True
         edges = [edge for edge, _, _ in found]
         deltas = [delta for _, delta, _ in found]
-        scales = self._scales(deltas, [value for _, _, value in found])
+        scales = self._scales(deltas, torch.stack([size for _, _, size in found]))
         directions = [self._normal(d) * scale for d, scale in zip(deltas, scales, strict=True)]
         try:
             changes = torch.autograd.grad(
@@ -269,7 +269,7 @@ class _Probe:
         bends = zip(moved, sizes[: len(moved)], sizes[len(moved) :], strict=True)
         return all(change <= _rounding(c) * scale for (c, _), change, scale in bends)
 
-    def _scales(self, gradients: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    def _scales(self, gradients: Sequence[Tensor], sizes: Tensor) -> Tensor:
         """The sizes of directions, so large that a change of a gradient along one would show.
 
         At least that of the thing itself, and of what changes the outputs by about themselves;
@@ -277,8 +277,6 @@ class _Probe:
         """
         norms = _norms(gradients)
         ratios = _norms([self.outputs]) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
-        roots = [value.numel() ** 0.5 for value in values]
-        sizes = _norms(values) / torch.tensor(roots, device=norms.device)
         return torch.maximum(sizes, ratios.clamp(max=1e30)).clamp(min=1.0)
 
     def _nonlinear(self, parameter: Tensor) -> str | None:
@@ -289,7 +287,8 @@ class _Probe:
             )
             if not gradient.requires_grad:
                 return None
-            direction = self._normal(gradient) * self._scales([gradient], [parameter])
+            size = _norms([parameter]) / parameter.numel() ** 0.5
+            direction = self._normal(gradient) * self._scales([gradient], size)[0]
             (change,) = torch.autograd.grad(
                 gradient, parameter, direction, retain_graph=True, allow_unused=True
             )

@@ -320,4 +320,8 @@ def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str],
         return dict(values)
     flat = torch.cat([value.reshape(-1) for value in values.values()]).cpu()
     parts = flat.split([value.numel() for value in values.values()])
-    return {k: part.reshape(v.shape) for (k, v), part in zip(values.items(), parts, strict=True)}
+    # Each with memory of its own, so that one that is kept or saved does not keep the others.
+    return {
+        key: part.reshape(value.shape).clone()
+        for (key, value), part in zip(values.items(), parts, strict=True)
+    }

@@ -11,6 +11,7 @@ Shapes as in `contract`: `left[d]` is (n, g, a, T), `right` (n, g, b, T), `weigh
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -94,13 +95,19 @@ def _rows(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | N
 
 
 def _columns(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None) -> Tensor:
+    """Σ_o W G of every column, from the gradients or from Wᵀ l: whichever is smaller."""
     parts = []
-    b, positions = right.shape[2:]
-    for rows in row_blocks(right, positions * (2 * b + left[0].shape[2])):
+    a, positions = left[0].shape[2:]
+    b = right.shape[2]
+    for rows in row_blocks(right, 2 * b * min(a, positions)):
+        inner = right[rows]
         for d, delta in enumerate(left):
-            sums = layout.inputs((w.mT @ delta[rows] * right[rows]).sum(3))
+            if a <= positions:
+                sums = (delta[rows] @ inner.mT).mul_(w).sum(2)
+            else:
+                sums = (w.mT @ delta[rows]).mul_(inner).sum(3)
             part = None if sign is None else sign[d, rows]
-            parts.append(signed(sums.double().square(), part).sum(0))
+            parts.append(signed(layout.inputs(sums).double().square(), part).sum(0))
     return torch.stack(parts).sum(0)
 
 
@@ -110,18 +117,27 @@ def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
     a, positions = left[0].shape[2:]
     b = right.shape[2]
     by_gram = positions <= a
-    square = w @ w.mT
+    norms = _norms_by_gram if by_gram else _norms_by_gradient
     each = positions * (b + positions) if by_gram else a * b
     for rows in row_blocks(right, 2 * each):
-        inner = right[rows]
-        gram = inner.mT @ inner
-        for d, delta in enumerate(left):
-            if by_gram:
-                pulled = w.mT @ delta[rows]
-                values = (pulled.mT @ pulled * gram).sum((1, 2, 3))
-            else:
-                gradient = delta[rows] @ inner.mT
-                values = (square @ gradient * gradient).sum((1, 2, 3))
+        deltas = (delta[rows] for delta in left)
+        for d, values in enumerate(norms(deltas, right[rows], w)):
             part = None if sign is None else sign[d, rows]
             total += signed(values.double(), part).sum()
     return total
+
+
+def _norms_by_gram(deltas: Iterable[Tensor], right: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """‖Wᵀ G_d‖² = Σ_{t,t'} (Wᵀ l_t · Wᵀ l_t') (r_t · r_t') of every sample."""
+    gram = right.mT @ right
+    for delta in deltas:
+        pulled = w.mT @ delta
+        yield (pulled.mT @ pulled).mul_(gram).sum((1, 2, 3))
+
+
+def _norms_by_gradient(deltas: Iterable[Tensor], right: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """‖Wᵀ G_d‖² = Σ (W Wᵀ G_d) ∘ G_d of every sample."""
+    square = w @ w.mT
+    for delta in deltas:
+        gradient = delta @ right.mT
+        yield (square @ gradient).mul_(gradient).sum((1, 2, 3))

@@ -105,9 +105,15 @@ class RankOne(Term):
         inputs = self.inputs
         if weight.scale is not None:
             w, inputs = w * weight.scale, divide(inputs, weight.scale)
-        pulled = self.deltas.values @ (w @ w.mT)
-        each = _weighted(pulled.mul_(self.deltas.values).sum(2), sign)
+        each = _weighted(self._pulled(w), sign)
         return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
+
+    def _pulled(self, w: Tensor) -> Tensor:
+        """‖Wᵀδ_d‖², (D, n): by whichever of W and W Wᵀ is smaller."""
+        deltas = self.deltas.values
+        if w.shape[1] < w.shape[0]:
+            return _squared_norms(deltas @ w)
+        return (deltas @ (w @ w.mT)).mul_(deltas).sum(2)
 
     def _columns(self, w: Tensor, sign: Tensor | None) -> Tensor:
         deltas = self.deltas.values

@@ -37,13 +37,13 @@ Builder = Callable[[Names, Arguments, Tensor], Use | None]
 class Recorder(TorchFunctionMode):
     """Context manager around a forward pass; afterwards `uses` holds what was seen, in order.
 
-    With `keep`, `outputs` holds what these operations gave.
+    On demand `sizes` holds the root mean squares of what these operations gave.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], keep: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], sizes: bool = False) -> None:
         super().__init__()
-        self.keep = keep
-        self.outputs: list[Tensor] = []
+        self.wants_sizes = sizes
+        self.sizes: list[Tensor] = []
         self.names = {id(p): name for name, p in parameters.items()}
         self.uses: list[Use] = []
 
@@ -62,8 +62,9 @@ class Recorder(TorchFunctionMode):
             use = build(self.names, bound, output)
             if use is not None:
                 self.uses.append(use)
-                if self.keep:
-                    self.outputs.append(output.detach())
+                if self.wants_sizes:  # now: it may be changed in place later
+                    norm = torch.linalg.vector_norm(output.detach())
+                    self.sizes.append(norm / output.numel() ** 0.5)
         return output
 
 

@@ -29,13 +29,13 @@ _VIEWS = {
 _SUMS = {
     "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Add", "AvgPool2D", "AvgPool3D", "ConstantPadNd",
     "Embedding", "Mean", "Neg", "ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D",
-    "ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Sub", "Sum",
+    "ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Rsub", "Sub", "Sum",
     "UpsampleBilinear2D", "UpsampleNearest1D", "UpsampleNearest2D", "UpsampleNearest3D",
 }
-_KINKS = {
-    "Abs", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "Amax", "Amin", "Clamp", "ClampMax",
-    "ClampMin", "Hardtanh", "LeakyRelu", "Max", "MaxPool2DWithIndices", "MaxPool3DWithIndices",
-    "Maximum", "Min", "Minimum", "Relu", "Threshold",
+_KINKS = {  # not Abs: that of a complex number is smooth
+    "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "Amax", "Amin", "Clamp", "ClampMax", "ClampMin",
+    "Hardtanh", "LeakyRelu", "Max", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Maximum",
+    "Min", "Minimum", "Relu", "Threshold",
 }
 # fmt: on
 _LINEAR = _VIEWS | _SUMS | _KINKS

@@ -128,6 +128,7 @@ class Feeds(TorchFunctionMode):
         """`units`: how many a weight has. `training`: running statistics do not count."""
         super().__init__()
         self.training = training
+        self.paused = False  # while something runs whose own calls do not count
         self.ranges: dict[str, range] = {}  # parameter -> the numbers of its units
         self.weights: dict[int, range] = {}  # the same by the id of the parameter
         count = 1  # 0: not the output of a layer
@@ -149,8 +150,8 @@ class Feeds(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
-            return output  # a shape, a flag
+        if self.paused or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+            return output  # the latter: a shape, a flag
         name = getattr(func, "__name__", "")
         if func in _UNITS:
             self._layer(func, args, kwargs, output)

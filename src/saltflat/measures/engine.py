@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saltflat.curvature import spectrum
 from saltflat.curvature.blocks import Blocks, Found
-from saltflat.curvature.products import Curvature, Products
+from saltflat.curvature.products import Curvature
 from saltflat.curvature.quantities import EVERY_PARAMETER, Kind
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.start import start
@@ -53,11 +53,8 @@ class CurvatureEngine:
 
     def column_eigenvalues(self, layer: Layer, tol: float) -> Tensor:
         plan = start(self.risk, next(self.risk.batches()), self.settings)
-        # A double backward keeps about four times what a forward pass does.
-        each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs.numel())
-        chunk = max(1, self.settings.budget(self.risk.device) // each)
         name, matrix = layer.parameter, layer.matrix
-        product = Products(self.risk, [name], self.curvature, chunk=chunk, coupled=plan.coupled)
+        product = self._blocks(frozenset(), 0).products([name], plan)
         count = len(matrix.columns(layer.weight))
         groups, outputs, inputs, kernel = matrix.grouped(layer.weight).shape
         found = torch.zeros(count, dtype=torch.float64)

@@ -146,7 +146,11 @@ class Report(Mapping[str, Measurement]):
 
     def neurons(self, layer: str) -> Table:
         """The values by neuron of one layer, a column a measure."""
-        columns = {m.name: m.by_neuron[layer] for m in self.values() if layer in m.by_neuron}
+        columns = {
+            f"{m.name}, {_units(m)} units": m.by_neuron[layer]
+            for m in self.values()
+            if layer in m.by_neuron
+        }
         if not columns:
             known = {name: None for m in self.values() for name in m.by_neuron}
             raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
@@ -192,6 +196,11 @@ def invariance(m: Measurement) -> str:
         return "every rescaling"
     order = ("layer", "neuron", "batchnorm", "attention")
     return ", ".join(kind for kind in order if kind in m.invariant_to) or "nothing"
+
+
+def _units(m: Measurement) -> str:
+    """Whose values those by neuron are."""
+    return "output" if m.settings.get("side") == "rows" else "input"
 
 
 def _settings(m: Measurement) -> str:

@@ -121,12 +121,13 @@ def record(
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
                 program = torch.export.export(answer, args, kwargs, strict=False)
                 tape = _known(program, answer, args, kwargs, known)
-                return tape or _exported(program.run_decompositions(), answer)
+                program = program if tape else program.run_decompositions()
         except Exception:
             # Whatever the reason was: if the model runs at all, the recording follows it.
             tape = _recorded(answer, _Names(answer.model), args, kwargs)
             tape.recorded = True
             return tape
+        return tape or _exported(program, answer)
 
 
 def _known(

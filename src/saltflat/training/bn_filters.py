@@ -62,6 +62,7 @@ class FilterSearch:
         self.model = unwrap(model)
         self.found: tuple[Filters, ...] | None = None
         self._feeds: Feeds | None = None
+        self._opened_by: nn.Module | None = None  # the model, or what wraps it
         self._stack = ExitStack()
         self._handles: list[RemovableHandle] = listen(self._before, self._after)
 
@@ -72,20 +73,26 @@ class FilterSearch:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._feeds is not None:
-            # On several ranks it does not go through F.batch_norm.
+            # On several ranks it does not go through F.batch_norm, and what it calls is its own.
             if isinstance(module, nn.SyncBatchNorm) and module.training and args:
                 self._feeds.normalise(args[0])
+                self._feeds.paused = True
         elif torch.is_grad_enabled() and unwrap(module) is self.model:
             weights = _weights(self.model, "forward pass")
             units = {name: f.count for name, f in weights.items()}
             parameters = {name: f.parameter for name, f in weights.items()}
             self._feeds = Feeds(units, parameters, training=True)
+            self._opened_by = module
             # A compiled model hides its layers.
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack.enter_context(self._feeds)
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._feeds is None or module is not self.model:
+        if self._feeds is None:
+            return
+        if isinstance(module, nn.SyncBatchNorm):
+            self._feeds.paused = False
+        if module is not self._opened_by:
             return
         feeds, self._feeds = self._feeds, None
         self._stack.close()
@@ -106,6 +113,8 @@ def scale_free(model: nn.Module, example: Any) -> tuple[Filters, ...]:
     """
     inner = unwrap(model)
     group = symmetries(inner, example, parameters="trainable").only("batchnorm")
+    if not len(group):
+        return ()
     matrix, classes = group.exponents().matrix.tocsr(), group.exponents().classes
     alone = (np.diff(matrix.indptr) == 1) & (np.asarray(matrix.sum(1)).ravel() == 1)
     mover = np.where(alone, np.asarray(matrix.argmax(1)).ravel(), -1)  # of a class of entries
@@ -148,8 +157,16 @@ def named_filters(model: nn.Module, names: Sequence[str]) -> tuple[Filters, ...]
                 f"A filter belongs to a Linear or a convolution. Got {name!r}, which is "
                 f"{type(module).__name__}."
             )
+        # Not `module.weight`, which a parametrization computes anew each time.
+        weight = module._parameters.get("weight")
+        if weight is None or _shares_slices(module):
+            raise InvalidValue(
+                f"The filters of {name!r} are not slices of a parameter: its weight is "
+                + ("computed from others. " if weight is None else "shared by groups. ")
+                + "Leave it out of `filters`."
+            )
         full = f"{name}.weight".lstrip(".")
-        found.append(Filters(full, module.weight, _axis(module), "named"))
+        found.append(Filters(full, weight, _axis(module), "named"))
     return tuple(found)
 
 

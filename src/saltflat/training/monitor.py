@@ -20,14 +20,13 @@ from saltflat.errors import (
     InvalidType,
     InvalidValue,
     MissingDependency,
-    ModelError,
     SaltflatError,
     nearest,
 )
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
-from saltflat.measures.planner import chosen_measures, measure
+from saltflat.measures.base import Context, Measure, Need
+from saltflat.measures.planner import attempt, chosen_measures, measure
 from saltflat.report import Report
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.training.checks import check_number
@@ -236,12 +235,10 @@ class _Lenient(Measure):
         return self._measure.required()
 
     def compute(self, context: Context) -> Measurement:
-        try:
-            return self._measure.compute(context)
-        except (NotApplicable, ModelError) as error:
-            return Measurement(
-                name=self.name, value=math.nan, exact=False, details={_FAILED: str(error)}
-            )
+        found = attempt(self._measure, context)
+        if isinstance(found, Measurement):
+            return found
+        return Measurement(name=self.name, value=math.nan, exact=False, details={_FAILED: found})
 
 
 @contextmanager

@@ -13,6 +13,7 @@ step needs the derivative of Σ_i a_i h_i, which random signs ε give without bi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -119,9 +120,16 @@ class SharpnessPenalty:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        named = dict(unwrap(self.model).named_parameters())
+        for name, value in chain(state["weights"].items(), state["norms"].items()):
+            if name not in named or value.shape != named[name].shape:
+                got = "has none" if name not in named else f"has {tuple(named[name].shape)}"
+                raise InvalidValue(
+                    f"The state is that of another model: it holds scales of {name!r} in the shape "
+                    f"{tuple(value.shape)}, of which this model {got}."
+                )
         self.calls = int(state["calls"])
         self._generator.set_state(state["generator"].cpu())
-        named = dict(unwrap(self.model).named_parameters())
         self._weights, self._norms = (
             {name: value.to(named[name]) for name, value in state[part].items()}
             for part in ("weights", "norms")

@@ -184,6 +184,15 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
 
     def _finish(self) -> None:
         """The step of the base optimizer after passes that the user made."""
+        try:
+            self._finish_passes()
+        except BaseException:
+            # GradScaler takes these back only from a step that went well.
+            for left in ("grad_scale", "found_inf"):
+                self.__dict__.pop(left, None)
+            raise
+
+    def _finish_passes(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._walk is None and not self._ready:
             if not self._neutral():
