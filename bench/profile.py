@@ -1,8 +1,8 @@
-"""Where the time of a cold trace and diagonal goes on a CPU: `python -m bench.profile mlp/1000`.
+"""Where the time of a trace and a diagonal goes on a CPU: `python -m bench.profile mlp/1000`.
 
-Times are means over a few runs. What is left when the operations' own times are taken from the
-whole is Python: the session, the recording, the certificate's and the sweep's bookkeeping. The
-whole is taken without the profiler, which slows every operation down by some microseconds.
+The whole is taken without the profiler, which slows every operation down by some microseconds; the
+phases are those of one profiled run. What is left when they are taken from the whole is Python: the
+session, the recording, the bookkeeping of certificate and sweep.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from bench.phases import Marked, split
 from bench.timing import clocked
 
 _RESULTS = Path(__file__).parent / "results"
-_WARM, _RUNS = 5, 20
+_METHODS = ("gradient", "trace", "trace-warm", "diagonal", "diagonal-warm")
+_SHORT = 0.2  # seconds: a run that is shorter is warmed up and repeated more often
 
 
-def _line(problem: Problem, name: str, runs: int) -> tuple[str, str]:
+def _line(problem: Problem, name: str) -> tuple[str, str]:
     """One row of the summary, and the profiler's table."""
     contender = CONTENDERS[name]
     run = contender.build(problem, len(problem.x))
-    for _ in range(_WARM):
+    short = clocked(run, "cpu")[0] < _SHORT
+    for _ in range(5 if short else 0):
         run()
     whole = []
-    for _ in range(runs):
+    for _ in range(20 if short else 2):
         contender.before()
         whole.append(1e3 * clocked(run, "cpu")[0])
     marked = contender.build(
@@ -44,13 +46,12 @@ def _line(problem: Problem, name: str, runs: int) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=list(CASES))
-    parser.add_argument("--runs", type=int, default=_RUNS)
+    parser.add_argument("--methods", nargs="+", choices=_METHODS, default=_METHODS)
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     configure("cpu", False)
     problem = prepare(CASES[options.case], "cpu")
-    names = ("gradient", "trace", "trace-warm", "diagonal", "diagonal-warm")
-    found = {name: _line(problem, name, options.runs) for name in names}
+    found = {name: _line(problem, name) for name in options.methods}
     lines = [
         f"# {options.case}: {describe('cpu', False)}",
         "",
@@ -61,12 +62,12 @@ def main() -> None:
         "|---|---:|---:|---:|---:|---:|",
         *(line for line, _ in found.values()),
         "",
-        *(f"## {CONTENDERS[name].title}\n\n```\n{found[name][1]}\n```" for name in names[1:4:2]),
+        *(f"## {CONTENDERS[n].title}\n\n```\n{table}\n```" for n, (_, table) in found.items()),
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"profile-cpu-{options.case.replace('/', '-')}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines[:12]))
+    print("\n".join(lines[: 8 + len(found)]))
 
 
 if __name__ == "__main__":

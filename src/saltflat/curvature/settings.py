@@ -34,7 +34,7 @@ class Settings:
             # What torch has set aside and not given out is free too.
             idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return int((torch.cuda.mem_get_info(device)[0] + idle) // 2)
-        return min(_MOST, max(_LEAST, 32 * weights))
+        return min(_MOST, max(_LEAST, 64 * weights))
 
 
 @dataclass(frozen=True, slots=True)
