@@ -30,7 +30,8 @@ lint: $(STAMP) ## check style and types
 bench: $(STAMP) ## compare speed, error and memory with the alternatives (BENCH="--quick")
 	$(BIN)/python -m bench.curvature $(BENCH)
 
-# The other benchmarks: python -m bench.measures | bench.training | bench.fam | bench.convex
+# The other benchmarks: python -m bench.measures | bench.training | bench.fam | bench.convex |
+# bench.profile | bench.h200
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -52,11 +52,13 @@ def main() -> None:
     configure("cpu", False)
     problem = prepare(CASES[options.case], "cpu")
     found = {name: _line(problem, name) for name in options.methods}
+    command = f"python -m bench.profile {options.case} --methods {' '.join(options.methods)}"
     lines = [
         f"# {options.case}: {describe('cpu', False)}",
         "",
-        f"`python -m bench.profile {options.case}` makes this file. Milliseconds; of one profiled",
-        "run, the operations' own times: in forward passes, in backward passes, elsewhere.",
+        f"`{command}` makes this",
+        "file. Milliseconds; of one profiled run, the operations' own times: in forward passes, in",
+        "backward passes, elsewhere.",
         "",
         "| | whole, best | whole, mean | forward | backward | elsewhere |",
         "|---|---:|---:|---:|---:|---:|",
@@ -67,7 +69,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"profile-cpu-{options.case.replace('/', '-')}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines[: 8 + len(found)]))
+    print("\n".join(lines[: 9 + len(found)]))
 
 
 if __name__ == "__main__":

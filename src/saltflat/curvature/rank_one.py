@@ -16,12 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.contract import row_blocks
 from saltflat.curvature.layout import LinearLayout
 from saltflat.curvature.quadratic import Form, Weight, divide
 from saltflat.curvature.terms import Outer, Term
-
-# Rows at a time, so that their squares stay in a CPU's cache; a GPU takes all of them.
-_CPU_BLOCK = 1 << 18
 
 
 @final
@@ -128,10 +126,8 @@ class RankOne(Term):
         return self.layout.assemble(matrix.unsqueeze(0))
 
     def _blocks(self, entries: int) -> Iterator[slice]:
-        n = len(self.inputs)
-        step = max(1, _CPU_BLOCK // max(1, entries)) if self.inputs.is_cpu else n
-        for start in range(0, n, step):
-            yield slice(start, start + step)
+        """Rows at a time: a quarter of the usual block, whose squares stay in a CPU's cache."""
+        return row_blocks(self.inputs.unsqueeze(1), 4 * entries)
 
 
 def _squared_norms(x: Tensor) -> Tensor:
