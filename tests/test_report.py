@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat as sf
-from saltflat.curvature.cache import clear_cache
 from saltflat.measures import (
     MEASURES,
     Context,
@@ -140,7 +139,6 @@ def test_a_model_without_matrices() -> None:
 
 def forwards(measures: list[Any]) -> int:
     """How often the model is run, from nothing known of it."""
-    clear_cache()
     model, calls = CASE.model(), []
     model.register_forward_hook(lambda *args: calls.append(1))
     sf.measure(model, CASE.data(), measures=measures)

@@ -2,6 +2,7 @@
 
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.curvature.functions import diagonal, max_eigenvalue, trace
+from saltflat.curvature.proof import piecewise_linear
 from saltflat.curvature.stochastic import Hutchinson, XTrace
 from saltflat.errors import (
     DataError,
@@ -60,6 +61,7 @@ __all__ = [
     "diagonal",
     "max_eigenvalue",
     "measure",
+    "piecewise_linear",
     "symmetries",
     "trace",
 ]

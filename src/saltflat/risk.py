@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -98,6 +98,7 @@ class Risk:
         self.device = next(iter(self.parameters.values())).device
         check_finite(everything)
         self.watched = Watch()
+        self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
         self._start: RandomState | None = None
         self._passes = 0
 

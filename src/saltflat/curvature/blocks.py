@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import isfinite
+from math import isfinite, nan
 from typing import final
 
 import torch
@@ -24,6 +24,7 @@ from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.plan import GENERIC, UNUSED, Plan, Signature
 from saltflat.curvature.probes import estimate_form
 from saltflat.curvature.products import Curvature, Products
+from saltflat.curvature.proof import operation
 from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, EVERY_PARAMETER, FISHER, FORMS, Kind
 from saltflat.curvature.settings import Draw, Settings
@@ -125,11 +126,11 @@ class Blocks:
         names = list(self.risk.parameters)
         reason = self._joint_reason(plan)
         linear = self.curvature == "ggn"
-        exact = [n for n in names if not reason and (linear or plan.certified[n])]
-        self.reasons = dict.fromkeys(names, reason) if reason else dict(plan.reasons)
+        exact = [n for n in names if not reason and (linear or plan.allows(n))]
+        self.reasons = dict.fromkeys(names, reason) if reason else self._linearity(plan)
         self.weights = self._weights(plan)
         found = Found(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
-        samples = plan.samples
+        samples = 0
         requests = self._requests(names, CURVATURE)
         fisher = {} if reason else self._requests(names, FISHER)
         nothing = frozenset[Kind]()
@@ -142,10 +143,31 @@ class Blocks:
             self._probe(found, rest, plan)
         for kind, entries in found.entries.items():
             found.entries[kind] = {name: entries[name] for name in names if name in entries}
-        found.certificate = Certificate(samples, dict(plan.certified), dict(plan.reasons))
+        found.certificate = Certificate(
+            samples, {n: n not in plan.curved for n in names}, self._linearity(plan)
+        )
         if self._reduced_precision():
             found.notes.append("TensorFloat-32 is on: about three digits of every value are right")
         return found
+
+    def _linearity(self, plan: Plan) -> dict[str, str]:
+        """What is known of the outputs as functions of each parameter."""
+        return {name: self._known(name, plan) for name in self.risk.parameters}
+
+    def _known(self, name: str, plan: Plan) -> str:
+        if self.settings.certify == "none":
+            return "no certificate was asked for"
+        if name in plan.probed:
+            return (
+                f"seems piecewise linear on {plan.samples} probed samples; nothing proves it "
+                f"({operation(plan.curved[name])})"
+            )
+        if name in plan.curved:
+            return f"outputs are not shown piecewise linear in it: {operation(plan.curved[name])}"
+        if plan.rules[name] == UNUSED:
+            return "no effect on outputs"
+        given = f", given that {plan.given[name]} is" if name in plan.given else ""
+        return f"proved piecewise linear on every sample{given}"
 
     def _requests(self, names: Iterable[str], kinds: frozenset[Kind]) -> dict[str, frozenset[Kind]]:
         """What is wanted of which parameter, of these kinds."""
@@ -199,7 +221,7 @@ class Blocks:
         fisher = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
         if fisher:
             self._sweep(found, fisher, plan, self.risk.batches())
-        return plan.samples
+        return 0
 
     def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
         return Pass(
@@ -217,9 +239,15 @@ class Blocks:
         nothing = torch.zeros(())
         for ((kind, name), value), total in zip(values.items(), _sums(values), strict=True):
             rule = ", ".join(sorted(sweep.rules[name] - {UNUSED})) or UNUSED
-            found.add(kind, name, Entry(value, True, nothing, rule, self._why(name, rule)))
+            probed = self.curvature == "hessian" and name in plan.probed and kind in CURVATURE
+            error = torch.full_like(value, nan) if probed else nothing
+            reason = self._why(name, rule)
+            if probed:
+                reason = f"probed on {plan.samples} of {sweep.samples} samples: {reason}"
+                found.errors[kind] = nan
+            found.add(kind, name, Entry(value, not probed, error, rule, reason))
             found.totals[kind] = found.totals.get(kind, 0.0) + total
-        return sweep.certified
+        return sweep.samples
 
     def _why(self, name: str, rule: str) -> str:
         linear = self.curvature == "hessian"
@@ -337,6 +365,8 @@ def _sums(values: Mapping[tuple[Kind, str], Tensor]) -> list[float]:
 
 def _weaker(a: Plan, b: Plan) -> Plan:
     """What both plans allow."""
-    certified = {n: a.certified[n] and b.certified[n] for n in a.certified}
-    reasons = {n: a.reasons[n] if not a.certified[n] else b.reasons[n] for n in a.reasons}
-    return replace(a, coupled=a.coupled or b.coupled, certified=certified, reasons=reasons)
+    curved = {**b.curved, **a.curved}
+    seeming = {n for n in curved if a.allows(n) and b.allows(n)}
+    return replace(
+        a, coupled=a.coupled or b.coupled, curved=curved, probed=frozenset(seeming & a.probed)
+    )

@@ -27,22 +27,6 @@ def sample_dim(use: Use, plan: Plan) -> int:
     return next(plan.dims[name] for name in use.names.values() if name in plan.dims)
 
 
-def aligned(outputs: Tensor, uses: Sequence[Use], plan: Plan, column: Tensor) -> bool:
-    """Whether what arrives at the uses from every other sample stays on that sample's rows."""
-    if not uses or len(outputs) == 1:
-        return True
-    silent = torch.arange(len(outputs), device=outputs.device) % 2 == 1
-    cotangent = torch.where(silent.reshape(-1, *[1] * (outputs.ndim - 1)), 0.0, column)
-    deltas = torch.autograd.grad(
-        outputs, [use.edge for use in uses], cotangent, retain_graph=True, allow_unused=True
-    )
-    for use, delta in zip(uses, deltas, strict=True):
-        rows = Rows(len(outputs), sample_dim(use, plan))
-        if delta is not None and rows.first(delta)[silent].any():
-            return False
-    return True
-
-
 def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) -> list[Any]:
     """Send directions backwards; for every use, what is to be kept of each, or None if unreached.
 

@@ -15,14 +15,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.cache import plan_for
-from saltflat.curvature.certify import probe
-from saltflat.curvature.directions import aligned, backward, live_uses, sample_dim
+from saltflat.curvature.certify import close, coupled, fast_rules, plan_for, probe, proof_of
+from saltflat.curvature.directions import backward, live_uses, sample_dim
 from saltflat.curvature.factors import Additivity, Factor, direction_count, factor
 from saltflat.curvature.generic import PerSample
 from saltflat.curvature.layers import Rows, Use
 from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.plan import GENERIC, UNUSED, Plan, channels_last
+from saltflat.curvature.plan import GENERIC, Plan, channels_last
+from saltflat.curvature.proof import Proof
 from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, FISHER, Kind, reduce, shape
 from saltflat.curvature.record import Recorder
@@ -43,7 +43,7 @@ Directions = tuple[frozenset[Kind], Tensor, Tensor | None]  # what for, columns,
 
 
 class NotCertified(Exception):
-    """A batch of another shape showed that some parameters are not what the first probe said."""
+    """A chunk showed that some parameters are not what the first samples said."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Pass:
         self.risk, self.loss, self.requests = risk, risk.loss, requests
         self.weights, self.settings, self.draw = weights or {}, settings, draw
         self.must_be_linear = must_be_linear
-        self.certified = 0  # samples that the certificate speaks for
+        self.samples = 0  # that were swept over
         self.counted = 0  # samples that the loss does not ignore
         self.normaliser = 0.0
         self.rules: dict[str, set[str]] = {name: set() for name in requests}
@@ -90,9 +90,7 @@ class Pass:
         """Σ over all samples, divided by the loss's normaliser; `first` plans the first batch."""
         for index, batch in enumerate(batches):
             known = index == 0 and batch.size > 1
-            plan = first if known else plan_for(self.risk, batch)
-            if index == 0 and self.settings.certify != "all":
-                self.certified = plan.samples
+            plan = first if known else plan_for(self.risk, batch, self.settings.certify)
             self._batch(batch, index, plan)
         if self._additivity is not None:
             self._additivity.finish()
@@ -132,10 +130,10 @@ class Pass:
                 continue
             awake = (v for (_, name), v in self._pending.items() if name in plan.unseen)
             if looked != start and any(bool(value.any()) for value in awake):
-                plan, looked = probe(self.risk, chunk), start  # now there is something to see
+                # Now there is something to see.
+                plan, looked = probe(self.risk, chunk, self.settings.certify), start
                 continue
-            if self.settings.certify == "all":
-                self.certified += size
+            self.samples += size
             self.normaliser += normaliser
             self.counted += counted
             for key in list(self._pending):
@@ -172,6 +170,8 @@ class Pass:
         with Recorder(self.risk.parameters) as recorder:
             outputs = self.risk.forward(chunk)
         self.risk.check(outputs, chunk)
+        if index == 0 and first == 0:
+            self._insist_on_outputs(plan, outputs)
         plan = self._plan(plan, chunk, outputs, recorder.uses)
         normaliser = self.loss.normaliser(outputs, chunk.targets)
         if self._additivity is not None:
@@ -206,26 +206,49 @@ class Pass:
         for columns, sign in self._columns(sides, outputs, index, first, plan):
             yield CURVATURE, columns, sign
 
+    def _insist_on_outputs(self, plan: Plan, outputs: Tensor) -> None:
+        """The first samples have the outputs that they had without the rest of their chunk."""
+        few = min(len(plan.seen), len(outputs))
+        if plan.seen.shape[1:] == outputs.shape[1:] and not close(outputs[:few], plan.seen[:few]):
+            raise NotCertified(replace(plan, coupled=True))
+
     def _plan(self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use]) -> Plan:
-        """The plan that holds for this chunk: probed anew where the given one does not fit."""
-        holds = plan.serves(uses, chunk.size) and not self._wakes(plan, outputs)
-        if self.settings.certify == "all" or not holds:
-            plan = probe(self.risk, chunk)
+        """The plan that holds for this chunk: found anew where the given one does not."""
+        proof = proof_of(self.risk, chunk, outputs)
+        if not plan.serves(uses, chunk.size) or proof.reached - plan.reached:
+            plan = probe(self.risk, chunk, self.settings.certify)
+        elif self.draw is None:
+            plan = self._checked(plan, chunk, outputs, uses, proof)
+        known = replace(plan, curved={**proof.curved, **plan.curved})
         if plan.coupled or (
-            self.must_be_linear and not all(plan.certified[n] for n in self._wants(CURVATURE))
+            self.must_be_linear and not all(known.allows(n) for n in self._wants(CURVATURE))
         ):
-            raise NotCertified(plan)
+            raise NotCertified(known)
         return plan
 
-    def _wakes(self, plan: Plan, outputs: Tensor) -> bool:
-        """Whether a parameter that had no effect on the probed samples has one here."""
-        unused = [self.risk.parameters[n] for n, rule in plan.rules.items() if rule == UNUSED]
-        if not unused or not outputs.requires_grad:
-            return False
-        found = torch.autograd.grad(
-            outputs, unused, torch.ones_like(outputs), retain_graph=True, allow_unused=True
+    def _checked(
+        self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use], proof: Proof
+    ) -> Plan:
+        """The rules compared with autograd again, where this chunk could tell otherwise.
+
+        That is where its graph is not the one in which they were compared, or where an operation
+        may move rows from sample to sample.
+        """
+        live = live_uses(uses, plan, frozenset(self.requests))
+        kept = all(sample_dim(u, plan) == 0 and proof.keeps_rows(u.edge.node) for u in live)
+        written = any(plan.rules[name] == GENERIC for name in self.requests)
+        if chunk.size == 1 or (kept and proof.trail == plan.trail and not written):
+            return plan
+        found = fast_rules(outputs, uses, self.risk.parameters, seed=20_210_619)
+        lost = {n for n, dim in plan.dims.items() if found.dims.get(n, dim) != dim}
+        lost |= {n for n in plan.dims if n not in found.dims and n not in found.unseen}
+        if (lost or written) and coupled(self.risk, chunk, outputs):
+            return replace(plan, coupled=True)
+        return replace(
+            plan,
+            dims={n: dim for n, dim in plan.dims.items() if n not in lost},
+            rules={n: GENERIC if n in lost else rule for n, rule in plan.rules.items()},
         )
-        return any(g is not None for g in found)
 
     def _columns(
         self, sides: Factor, outputs: Tensor, index: int, first: int, plan: Plan
@@ -256,10 +279,6 @@ class Pass:
     ) -> None:
         names = frozenset(self._wants(kinds))
         live = live_uses(uses, plan, names)
-        if sign is not None and not aligned(outputs, live, plan, columns[0]):
-            # The model reorders its samples: their signs would meet the wrong ones.
-            plan = probe(self.risk, chunk)
-            live = live_uses(uses, plan, names)
         kept = backward(outputs, live, plan, columns)
         with torch.no_grad():
             terms: dict[str, list[Term]] = {}

@@ -29,7 +29,7 @@ def trace(
     *,
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    certify: Certify = "sample",
+    certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
     dtype: torch.dtype | None = None,
@@ -47,8 +47,9 @@ def trace(
     curvature : "hessian" or "ggn".
     parameters : "trainable", "all" (frozen ones too) or a list of names.
     estimator : `Hutchinson` (default) or `XTrace`, for what cannot be had exactly.
-    certify : "sample" probes a few samples of each shape, "all" probes every sample, "none" takes
-        nothing for piecewise linear, so that every block of the Hessian is estimated.
+    certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
+        also takes what seems so on a few samples, which is then not called exact and has no
+        standard error; "none" takes nothing, so that every block of the Hessian is estimated.
     max_directions : outputs with more directions a sample than this are sketched.
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
@@ -72,7 +73,7 @@ def diagonal(
     *,
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    certify: Certify = "sample",
+    certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
     dtype: torch.dtype | None = None,
@@ -113,7 +114,7 @@ def max_eigenvalue(
     norm ‖Hv − λv‖ bounds the distance to an eigenvalue.
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
-    settings = checked_settings(1000, memory_budget, "sample")
+    settings = checked_settings(1000, memory_budget, "proof")
     blocks = Blocks(risk, frozenset(), curvature, Hutchinson(), settings)
     with risk.session():
         return Eigenvalue(*blocks.largest_eigenvalue(list(risk.parameters), tol, seed), curvature)
@@ -138,8 +139,8 @@ def _summary(
 
 
 def checked_settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:
-    if certify not in ("sample", "all", "none"):
-        raise InvalidValue(f"certify must be 'sample', 'all' or 'none'. Got {certify!r}.")
+    if certify not in ("proof", "probe", "none"):
+        raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
     if not isinstance(max_directions, int) or max_directions < 1:
         raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
     if memory_budget is not None and memory_budget < 1:

@@ -29,17 +29,25 @@ class Plan:
     rules: Mapping[str, str]  # parameter -> rule, GENERIC or UNUSED
     dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
     matrices: Mapping[str, Matrix]  # the weight matrices among the parameters
-    certified: Mapping[str, bool]
-    reasons: Mapping[str, str]
+    curved: Mapping[str, str]  # parameter -> the operation through which it may be curved
+    given: Mapping[str, str]  # parameter -> what was declared piecewise linear, and is relied on
+    probed: frozenset[str]  # of the curved ones, those that seem linear on the probed samples
+    reached: frozenset[str]  # the parameters that autograd reaches
     unseen: frozenset[str]  # parameters with no gradient on the probed samples: nothing is known
     signature: Signature
+    trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
     channels_last: bool
+    seen: Tensor  # outputs of the probed samples
     width: int  # bytes of an output entry
     outputs: torch.Size  # a sample's
     activations: int  # output entries of the recorded operations, a sample
     kept: int  # of these, what is kept of every direction until it is contracted
     inputs: int  # input entries of the recorded operations, a sample
     patches: int  # entries of the largest patch matrix, a sample
+
+    def allows(self, name: str) -> bool:
+        """Whether the Gauss–Newton form may serve a parameter's block of the Hessian."""
+        return name not in self.curved or name in self.probed
 
     def serves(self, uses: Sequence[Use], samples: int) -> bool:
         """Whether a forward pass made the calls that this plan was made for."""

@@ -35,15 +35,10 @@ Builder = Callable[[Names, Arguments, Tensor], Use | None]
 
 @final
 class Recorder(TorchFunctionMode):
-    """Context manager around a forward pass; afterwards `uses` holds what was seen, in order.
+    """Context manager around a forward pass; afterwards `uses` holds what was seen, in order."""
 
-    On demand `sizes` holds the root mean squares of what these operations gave.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], sizes: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.wants_sizes = sizes
-        self.sizes: list[Tensor] = []
         self.names = {id(p): name for name, p in parameters.items()}
         self.uses: list[Use] = []
 
@@ -62,9 +57,6 @@ class Recorder(TorchFunctionMode):
             use = build(self.names, bound, output)
             if use is not None:
                 self.uses.append(use)
-                if self.wants_sizes:  # now: it may be changed in place later
-                    norm = torch.linalg.vector_norm(output.detach())
-                    self.sizes.append(norm / output.numel() ** 0.5)
         return output
 
 
@@ -89,8 +81,21 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / norm)
 
 
-# Its second derivative is wrong in torch (2.13): not even symmetric.
-_REPLACED: dict[Any, Callable[..., Any]] = {torch._weight_norm: _weight_norm}
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """min(max(x + 3, 0), 6) / 6."""
+    if inplace:
+        return input.add_(3).clamp_(0, 6).div_(6)
+    return (input + 3).clamp(0, 6) / 6
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    # Its second derivative is wrong in torch (2.13): not even symmetric.
+    torch._weight_norm: _weight_norm,
+    # Torch has no second derivative of it.
+    F.hardsigmoid: _hardsigmoid,
+    torch._C._nn.hardsigmoid: _hardsigmoid,
+    torch._C._nn.hardsigmoid_: lambda input: _hardsigmoid(input, inplace=True),
+}
 
 _ADJUSTED = {F.embedding, F.group_norm}
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Certify = Literal["sample", "all", "none"]
+Certify = Literal["proof", "probe", "none"]
 
 # On a CPU: a chunk's bytes.
 _LEAST, _MOST = 1 << 26, 1 << 30
@@ -20,7 +20,7 @@ class Settings:
 
     max_directions: int = 1000
     memory_budget: int | None = None
-    certify: Certify = "sample"
+    certify: Certify = "proof"
 
     def budget(self, device: torch.device, weights: int = 0) -> int:
         """Bytes that one chunk may take, of a model with `weights` bytes of parameters.

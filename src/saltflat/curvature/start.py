@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from saltflat.curvature.cache import plan_for
+from saltflat.curvature.certify import plan_for
 from saltflat.curvature.factors import classify
 from saltflat.curvature.memory import halving
 from saltflat.curvature.plan import Plan
@@ -22,14 +22,10 @@ from saltflat.risk import Batch, Risk, join
 def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
     """Probe the model on the first batch, and the loss where it is a user's own."""
     # One sample alone does not show whether samples depend on each other.
-    plan = plan_for(risk, first if first.size > 1 else _gather(risk, first, 4))
+    several = first if first.size > 1 else _gather(risk, first, 4)
+    plan = plan_for(risk, several, settings.certify)
     if settings.certify == "none":
-        plan = replace(
-            plan,
-            samples=0,
-            certified=dict.fromkeys(plan.certified, False),
-            reasons=dict.fromkeys(plan.reasons, "no certificate was asked for"),
-        )
+        plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
     if isinstance(risk.loss, Loss | JointLoss):
         return plan
     few, outputs = halving(lambda wanted: _few(risk, first, wanted), 8)

@@ -37,7 +37,7 @@ def measure(
     curvature: Curvature = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
-    certify: Certify = "sample",
+    certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
     dtype: torch.dtype | None = None,

@@ -1,0 +1,226 @@
+"""Is the backward pass the derivative of the forward pass? Asked of values, by differences.
+
+Autograd differentiates what it is shown. A part of the forward pass under `no_grad`, a value that
+was detached, a straight-through estimator, a reversed gradient or a hook that changes gradients
+make it give something else than the derivative of the outputs, and second derivatives follow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from saltflat.curvature.memory import out_of_memory
+from saltflat.errors import ModelError
+from saltflat.risk import Batch, Risk
+from saltflat.session import lend
+
+_AGREES = 1e-3  # relative difference of two slopes that are the same
+_STEPS = {torch.float64: (1e-6, 1e-5, 1e-4)}
+_NARROW_STEPS = (1e-3, 1e-4)
+_NAMED = 5  # parameters that an error names
+
+
+def check_derivative(
+    risk: Risk, batch: Batch, cotangent: Tensor, gradients: Mapping[str, Tensor]
+) -> None:
+    """Refuse a model whose gradients of ⟨cotangent, outputs⟩ are not its slopes.
+
+    Asked first where the model stands and in its own precision, which settles it for most. If that
+    does not agree, in float64 and a little way off, where no ReLU or maximum has a tie.
+    """
+    own = next(iter(risk.parameters.values())).dtype
+    direction = _direction(risk.parameters, gradients)
+    slope = _dot(gradients, direction)
+    if any(
+        _same(slope, _difference(risk, batch, cotangent, direction, step), 0.0)
+        for step in _STEPS.get(own, _NARROW_STEPS[:1])
+    ):
+        return
+    try:
+        with _moved(risk, batch) as (wide, samples):
+            blamed = _disagreeing(wide, samples, cotangent.to(wide.device, torch.float64))
+    except RuntimeError as error:
+        if out_of_memory(error) or isinstance(error, ModelError):
+            raise
+        # It cannot be run in float64.
+        blamed = _disagreeing(risk, batch, cotangent)
+    if blamed:
+        raise ModelError(
+            "The backward pass of the model is not the derivative of its forward pass, so that "
+            f"autograd knows no Hessian of it: {_listed(blamed)}. Look for values that are "
+            "detached or computed under torch.no_grad(), straight-through estimators (rounding, "
+            "quantisation), reversed gradients and hooks that change gradients; measure the model "
+            "without them, or leave these parameters out with parameters=[…]."
+        )
+
+
+def check_unreached(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> None:
+    """Refuse parameters that move the outputs though autograd does not reach them."""
+    moving = [name for name in names if risk.parameters[name].numel()]
+    if not moving or not _moves(risk, batch, outputs, moving):
+        return
+    blamed = [name for name in moving if _moves(risk, batch, outputs, [name])]
+    shown = ", ".join(blamed[:_NAMED]) + (", …" if len(blamed) > _NAMED else "")
+    raise ModelError(
+        f"The outputs depend on {shown}, but autograd does not reach them from the outputs: the "
+        "forward pass uses them under torch.no_grad(), detached, or inside reentrant "
+        "checkpointing (pass use_reentrant=False). Their curvature is not zero and cannot be had "
+        "so; let gradients through, or freeze them (requires_grad_(False)) to leave them out."
+    )
+
+
+def _moves(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> bool:
+    direction = {name: _noise(risk.parameters[name], k) for k, name in enumerate(names)}
+    with _shifted(risk.parameters, direction, 0.1):
+        changed = (risk.forward(batch).detach() - outputs.detach()).abs().max()
+    size = outputs.detach().abs().max()
+    return bool(changed > 64 * torch.finfo(outputs.dtype).eps * size)
+
+
+def _noise(parameter: Tensor, seed: int) -> Tensor:
+    """Random, and as large as the entries are, or a typical one where it is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+    return noise * (parameter.detach().abs() + _typical(parameter))
+
+
+def _typical(parameter: Tensor) -> Tensor:
+    size: Tensor = torch.linalg.vector_norm(parameter.detach()) / max(1, parameter.numel()) ** 0.5
+    return torch.where(size > 0, size, 1e-2)
+
+
+def _direction(
+    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Along the gradients, each as long as its parameter, but none that drowns the others."""
+    names = list(gradients)
+    given = [gradients[name] for name in names]
+    lengths = torch.stack(torch._foreach_norm(given)).double()
+    own = torch.stack(torch._foreach_norm([parameters[n].detach() for n in names])).double()
+    bare = lengths.new_tensor([1e-2 * parameters[n].numel() ** 0.5 for n in names])
+    own = torch.where(own > 0, own, bare)
+    share = own * lengths  # what each adds to the slope
+    cap = 10 * share.median()
+    scale = own / lengths * torch.where(share > cap, cap / share, 1.0)
+    scale = torch.where((lengths > 0) & scale.isfinite(), scale, 0.0)
+    return dict(zip(names, torch._foreach_mul(given, scale.tolist()), strict=True))
+
+
+def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    products = [(a[name] * b[name]).sum(dtype=torch.float64) for name in a]
+    return float(torch.stack(products).sum()) if products else 0.0
+
+
+@contextmanager
+def _shifted(
+    parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], step: float
+) -> Iterator[None]:
+    """The parameters moved in place, so that whoever shares their memory moves too."""
+    moved = [parameters[name].data for name in direction]
+    before = [p.clone() for p in moved]
+    try:
+        torch._foreach_add_(moved, list(direction.values()), alpha=step)
+        yield
+    finally:
+        torch._foreach_copy_(moved, before)
+
+
+def _difference(
+    risk: Risk, batch: Batch, cotangent: Tensor, direction: Mapping[str, Tensor], step: float
+) -> float:
+    """The central difference of ⟨cotangent, outputs⟩ along a direction."""
+    ends = []
+    for signed in (step, -step):
+        with _shifted(risk.parameters, direction, signed):
+            outputs = risk.forward(batch).detach()
+        ends.append(float((outputs.double() * cotangent.double()).sum()))
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+def _same(a: float, b: float, noise: float) -> bool:
+    return isfinite(b) and abs(a - b) <= _AGREES * max(abs(a), abs(b)) + noise
+
+
+@contextmanager
+def _moved(risk: Risk, batch: Batch) -> Iterator[tuple[Risk, Batch]]:
+    """The model in float64, every parameter moved by about 1e-3 of itself."""
+    if risk.device.type == "mps":  # there is no float64
+        replica = copy.copy(risk)
+        replica.model, replica.device = copy.deepcopy(risk.model).cpu(), torch.device("cpu")
+        named = dict(replica.model.named_parameters())
+        replica.parameters = {name: named[name] for name in risk.parameters}
+        risk = replica
+
+    def wide(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(risk.device, torch.float64 if leaf.is_floating_point() else None)
+
+    samples = Batch(tree_map(wide, batch.inputs), batch.targets, batch.size, batch.where)
+    with lend(risk.model, {id(p) for p in risk.parameters.values()}, torch.float64):
+        for k, p in enumerate(risk.parameters.values()):
+            p.data = p.data + 1e-3 * _noise(p, 1000 + k)
+        yield risk, samples
+
+
+def _disagreeing(risk: Risk, batch: Batch, cotangent: Tensor) -> dict[str, tuple[float, float]]:
+    """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
+    outputs = risk.forward(batch)
+    parameters = list(risk.parameters.values())
+    found = torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
+    gradients = {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(risk.parameters.items(), found, strict=True)
+    }
+    size = float((outputs.detach() * cotangent).abs().double().sum())
+    if _agrees(risk, batch, cotangent, gradients, size):
+        return {}
+    blamed = {}
+    for name, gradient in gradients.items():
+        if not _agrees(risk, batch, cotangent, {name: gradient}, size):
+            direction = _along(risk.parameters, {name: gradient})
+            step = _steps(gradient)[0]
+            slope = _difference(risk, batch, cotangent, direction, step)
+            blamed[name] = slope, _dot({name: gradient}, direction)
+    return blamed or {"all parameters together": (float("nan"), float("nan"))}
+
+
+def _steps(like: Tensor) -> Sequence[float]:
+    return _STEPS.get(like.dtype, _NARROW_STEPS)
+
+
+def _along(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Along the gradients; where there are none, somewhere."""
+    direction = _direction(parameters, gradients)
+    return {
+        n: v if bool(v.any()) else _noise(parameters[n], k)
+        for k, (n, v) in enumerate(direction.items())
+    }
+
+
+def _agrees(
+    risk: Risk, batch: Batch, cotangent: Tensor, gradients: Mapping[str, Tensor], size: float
+) -> bool:
+    direction = _along(risk.parameters, gradients)
+    slope = _dot(gradients, direction)
+    eps = float(torch.finfo(cotangent.dtype).eps)
+    return any(
+        _same(slope, _difference(risk, batch, cotangent, direction, step), 64 * eps * size / step)
+        for step in _steps(cotangent)
+    )
+
+
+def _listed(blamed: Mapping[str, tuple[float, float]]) -> str:
+    shown = [
+        f"along {name} the outputs change at the rate {slope:.4g} and autograd says {said:.4g}"
+        for name, (slope, said) in list(blamed.items())[:_NAMED]
+    ]
+    return "; ".join(shown) + ("; …" if len(blamed) > _NAMED else "")
