@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from fnmatch import fnmatch
 
 import networks as net
@@ -10,7 +11,7 @@ import torch
 from agree import FLOOR, TOLERANCE, agrees, uncertain
 from cases import BY_NAME, CASES, LOSSES, NETWORKS, WEIGHTS, Case, cast, class_last, classes, sine
 from dense import Dense
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat as sf
@@ -79,17 +80,38 @@ def test_half_precision_models_are_measured_in_float32(dtype: torch.dtype) -> No
     )
 
 
-def test_without_a_second_derivative() -> None:
-    """Nothing can be certified of an EmbeddingBag; its Gauss-Newton block is exact all the same."""
+def test_an_embedding_bag_is_proved_linear() -> None:
+    """Torch differentiates it once only, which is all that the Gauss-Newton form needs."""
     case = Case("embedding bag", net.Bags, classes(6, 3), twin=lambda: net.Bags(bag=False))
     oracle = case.dense()
     agrees(sf.trace(case.model(), case.data(), curvature="ggn"), oracle.blocks(oracle.ggn))
     agrees(sf.diagonal(case.model(), case.data(), curvature="ggn"), oracle.blocks(oracle.ggn))
+    result = sf.trace(case.model(), case.data())
+    agrees(result, oracle.blocks(oracle.hessian))
+    assert result.exact
+
+
+class Distances(nn.Module):
+    """Distances to points, which torch differentiates once only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points, self.fc = nn.Parameter(torch.randn(5, 4)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.cdist(x, self.points, p=3.0))
+
+
+def test_without_a_second_derivative() -> None:
+    torch.manual_seed(0)
+    model = Distances().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    oracle = Dense(copy.deepcopy(model), x, y, names=["fc.weight", "fc.bias"])
     with pytest.raises(sf.SaltflatError, match="ggn"):
-        sf.trace(case.model(), case.data())
-    names = ["fc.weight", "fc.bias"]
-    result = sf.trace(case.model(), case.data(), parameters=names)
-    agrees(result, {n: oracle.blocks(oracle.hessian)[n] for n in names})
+        sf.trace(model, (x, y))
+    assert sf.trace(model, (x, y), curvature="ggn").exact
+    result = sf.trace(model, (x, y), parameters=["fc.weight", "fc.bias"])
+    agrees(result, oracle.blocks(oracle.hessian))
     assert result.exact
 
 

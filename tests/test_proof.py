@@ -33,6 +33,9 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "AdaptiveMaxPool2D": lambda w: F.adaptive_max_pool2d(image(w), 2),
     "AdaptiveMaxPool3D": lambda w: F.adaptive_max_pool3d(volume(w), 2),
     "Add": lambda w: w + A,
+    "AffineGridGenerator": lambda w: F.affine_grid(
+        w[:1].reshape(1, 2, 3), [1, 1, 3, 3], align_corners=False
+    ),
     "Alias": lambda w: torch.ops.aten.alias(w),
     "Amax": lambda w: w.amax(1),
     "Amin": lambda w: w.amin(1),
@@ -44,12 +47,14 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "ClampMax": lambda w: w.clamp_max(0.5),
     "ClampMin": lambda w: w.clamp_min(0.5),
     "Clone": lambda w: w.clone(),
+    "Col2Im": lambda w: F.fold(w[:4, :4].reshape(1, 4, 4), 3, 2),
     "ConstantPadNd": lambda w: F.pad(w, (1, 1)),
     "Embedding": lambda w: F.embedding(INDEX, w),
     "Expand": lambda w: w.expand(2, 6, 6),
     "Flip": lambda w: w.flip(0),
     "Gather": lambda w: w.gather(1, INDEX),
     "Hardtanh": F.hardtanh,
+    "Im2Col": lambda w: F.unfold(image(w), 2),
     "Index": lambda w: w[:, [0, 2]],
     "IndexSelect": lambda w: w.index_select(0, INDEX[0]),
     "LeakyRelu": F.leaky_relu,
@@ -84,17 +89,27 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "Sum": lambda w: w.sum(0),
     "T": lambda w: w.t(),
     "Threshold": lambda w: F.threshold(w, 0.3, -2.0),
+    "ToDense": lambda w: w.to_sparse().to_dense(),
+    "ToSparse": lambda w: w.to_sparse().to_dense(),
     "ToCopy": lambda w: torch.ops.aten._to_copy(w, dtype=torch.float32),
     "Transpose": lambda w: w.transpose(0, 1),
     "Unbind": lambda w: w.unbind(0)[1],
     "Unfold": lambda w: w.unfold(0, 2, 1),
     "UnsafeSplit": lambda w: torch.unsafe_split(w, 3)[0],
+    "UnsafeSplitWithSizes": lambda w: torch.unsafe_split_with_sizes(w, [2, 4])[1],
     "UnsafeView": lambda w: torch.ops.aten._unsafe_view(w, [36]),
     "Unsqueeze": lambda w: w.unsqueeze(0),
+    "UpsampleBicubic2DAa": lambda w: F.interpolate(
+        image(w), scale_factor=0.5, mode="bicubic", antialias=True
+    ),
+    "UpsampleNearestExact3D": lambda w: F.interpolate(
+        volume(w), scale_factor=2, mode="nearest-exact"
+    ),
     "UpsampleBilinear2D": lambda w: F.interpolate(image(w), scale_factor=2, mode="bilinear"),
     "UpsampleNearest1D": lambda w: F.interpolate(w[None], scale_factor=2),
     "UpsampleNearest2D": lambda w: F.interpolate(image(w), scale_factor=2),
     "UpsampleNearest3D": lambda w: F.interpolate(volume(w), scale_factor=2),
+    "Values": lambda w: w.to_sparse().coalesce().values(),
     "View": lambda w: w.view(36),
     "Where": lambda w: torch.where(A > 0, w, A),
 }
@@ -112,6 +127,10 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Convolution": lambda v, w: F.conv2d(image(v), image(w)[..., :3, :3]),
     "PreluKernel": lambda v, w: F.prelu(v, w[0, :6]),
     "NativeBatchNorm": lambda v, w: F.batch_norm(v, ZEROS, ONES, w[0], A[0]),
+    "NativeBatchNormLegit": lambda v, w: torch.ops.aten._native_batch_norm_legit(
+        v, w[0], A[0], ZEROS, ONES, False, 0.1, 1e-5
+    )[0],
+    "SparseAddmm": lambda v, w: torch.sparse.mm(v.to_sparse(), w),
 }
 
 
@@ -210,6 +229,9 @@ NOT_PROVEN: dict[str, Callable[[Tensor], Tensor]] = {
     "denominator": lambda w: A / w,
     "in its own denominator": lambda w: w / w.sum(),
     "statistics of a batch": lambda w: F.batch_norm(w, None, None, ONES, ZEROS, training=True),
+    "statistics that are updated": lambda w: torch.ops.aten._batch_norm_with_update(
+        w, ONES, ZEROS, ZEROS.clone(), ONES.clone(), 0.1, 1e-5
+    )[0],
     "sine in a part": part_of(lambda h: h.sin_()),
     "square in a part": part_of(lambda h: h.mul_(h.clone())),
     "product of all": lambda w: w.prod(0),

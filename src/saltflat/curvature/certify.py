@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,15 +140,8 @@ def fast_rules(
     weights = _normal(outputs.new_empty(size), generator)
     spread = weights.reshape(-1, *[1] * (outputs.ndim - 1))
     cotangent = _normal(outputs, generator)
-    deltas: Sequence[Tensor | None] = ()
-    if uses:
-        edges = [use.edge for use in uses]
-        deltas = torch.autograd.grad(
-            outputs, edges, cotangent, retain_graph=True, allow_unused=True
-        )
-    truth = torch.autograd.grad(
-        outputs, list(parameters.values()), cotangent * spread, retain_graph=True, allow_unused=True
-    )
+    deltas = _pulled(outputs, [use.edge for use in uses], cotangent)
+    truth = _pulled(outputs, list(parameters.values()), cotangent * spread)
     given = {n: g for n, g in zip(parameters, truth, strict=True) if g is not None}
     rules = {name: GENERIC if name in given else UNUSED for name in parameters}
     dims: dict[str, int] = {}
@@ -167,6 +161,23 @@ def fast_rules(
                 rules[name], dims[name] = offers[name][0][0].rule, dim
                 open_.discard(name)
     return FastRules(rules, dims, unseen, cotangent * spread, given)
+
+
+def _pulled(outputs: Tensor, sources: Sequence[Any], cotangent: Tensor) -> Sequence[Tensor | None]:
+    """The gradients of ⟨cotangent, outputs⟩; the graph is kept."""
+    if not sources:
+        return ()
+    try:
+        return torch.autograd.grad(
+            outputs, sources, cotangent, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        raise ModelError(
+            f"The model cannot be differentiated: torch says {str(error).splitlines()[0]!r}. "
+            "Replace that operation, or leave its parameters out with parameters=[…]."
+        ) from error
 
 
 def _offers(
@@ -369,5 +380,6 @@ def _norms(tensors: Iterable[Tensor], order: float = 2.0) -> Tensor:
 
 def _largest(tensors: Sequence[Tensor]) -> list[float]:
     """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
-    found: list[float] = _norms(tensors, float("inf")).tolist() if tensors else []
-    return found
+    some = [x for x in tensors if x.numel()]
+    sizes = iter(_norms(some, float("inf")).tolist() if some else [])
+    return [next(sizes) if x.numel() else 0.0 for x in tensors]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.record import Safe
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
 from saltflat.session import lend
@@ -36,7 +37,10 @@ def check_derivative(
     Asked first where the model stands and in its own precision, which settles it for most. If that
     does not agree, in float64 and a little way off, where no ReLU or maximum has a tie.
     """
-    own = next(iter(risk.parameters.values())).dtype
+    gradients = {name: g for name, g in gradients.items() if g.numel()}
+    if not gradients:
+        return
+    own = next(iter(gradients.values())).dtype
     direction = _direction(risk.parameters, gradients)
     slope = _dot(gradients, direction)
     if any(
@@ -173,7 +177,8 @@ def _moved(risk: Risk, batch: Batch) -> Iterator[tuple[Risk, Batch]]:
 
 def _disagreeing(risk: Risk, batch: Batch, cotangent: Tensor) -> dict[str, tuple[float, float]]:
     """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
-    outputs = risk.forward(batch)
+    with Safe():
+        outputs = risk.forward(batch)
     parameters = list(risk.parameters.values())
     found = torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
     gradients = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_map
 
+from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
 from saltflat.risk import Batch, Risk
 
@@ -32,12 +33,21 @@ class PerSample:
 
     def gradients(self, batch: Batch, columns: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Blocks of samples with their gradients, each (D, samples, *shape)."""
-        size = max(1, _ENTRIES // (self.entries * len(columns))) if self.together else 1
-        for start in range(0, batch.size, size):
+        start = 0
+        while start < batch.size:
+            size = max(1, _ENTRIES // max(1, self.entries * len(columns))) if self.together else 1
             part = batch.part(start, start + size)
             rows = slice(start, start + part.size)
-            compute = self._together if self.together else self._alone
-            yield rows, compute(part, columns[:, rows])
+            try:
+                compute = self._together if self.together else self._alone
+                found = compute(part, columns[:, rows])
+            except RuntimeError as error:
+                if not self.together or out_of_memory(error):
+                    raise
+                self.together = False  # these samples it does not take
+                continue
+            yield rows, found
+            start += part.size
 
     def _together(self, batch: Batch, columns: Tensor) -> dict[str, Tensor]:
         flags = tree_map(lambda t: _per_sample(t, batch.size), batch.inputs)
@@ -90,6 +100,8 @@ class PerSample:
         for i in range(few.size):
             truth = self._alone(few.part(i, i + 1), column[:, i : i + 1])
             for name, gradient in truth.items():
+                if not gradient.numel():
+                    continue
                 error = (found[name][:, i : i + 1] - gradient).abs().max()
                 if not error <= tolerance * gradient.abs().max():
                     return False

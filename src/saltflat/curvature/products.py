@@ -24,6 +24,10 @@ Curvature = Literal["hessian", "ggn"]
 Vector = Mapping[str, Tensor]
 
 
+# What torch says where an operation cannot be differentiated a second time.
+_NOT_TWICE = ("derivative", "double backward", "automatic differentiation")
+
+
 @final
 class Products:
     """v ↦ C v restricted to the blocks `names`, C the Hessian or the Gauss–Newton matrix."""
@@ -50,7 +54,7 @@ class Products:
             while (sums := self._attempt(v)) is None:
                 self.chunk //= 2
         except RuntimeError as error:
-            if "derivative" in str(error) or "double backward" in str(error):
+            if any(words in str(error) for words in _NOT_TWICE):
                 raise ModelError(
                     "The model has no second derivative, which the Hessian needs "
                     f"({str(error).splitlines()[0]}). Use curvature='ggn'."

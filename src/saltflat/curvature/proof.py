@@ -47,16 +47,16 @@ _VIEWS = {
     "ViewAsComplex", "ViewAsReal", "Where",
 }
 _WRITES = {  # into a copy, or in place
-    "Copy", "Fill", "IndexAdd", "IndexCopy", "IndexFill", "IndexPut", "IndexPutImpl",
+    "Copy", "Fill", "IndexAdd", "IndexCopy", "IndexFill", "IndexPut",
     "MaskedFill", "MaskedScatter", "Put", "Scatter", "ScatterAdd", "UnsafeIndexPut",
     "UnsafeMaskedIndexPutAccumulate", "Zero",
 }
 _SUMS = {
     "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Add", "AffineGridGenerator", "AvgPool2D",
     "AvgPool3D", "Col2Im", "Complex", "ConstantPadNd", "Cumsum", "Deg2Rad", "Embedding",
-    "FftC2C", "FftC2R", "FftR2C", "Im2Col", "Imag", "MaxUnpool2D", "MaxUnpool3D", "Mean",
+    "FftC2C", "FftC2R", "FftR2C", "Im2Col", "MaxUnpool2D", "MaxUnpool3D", "Mean",
     "MkldnnAdaptiveAvgPool2D", "Nansum", "NativeDropout", "Neg", "NllLoss", "NllLoss2D",
-    "Rad2Deg", "Real", "ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D",
+    "Rad2Deg", "ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D",
     "ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Rsub", "Sub", "Sum", "Trace",
     "UpsampleBicubic2D", "UpsampleBicubic2DAa", "UpsampleBilinear2D", "UpsampleBilinear2DAa",
     "UpsampleLinear1D", "UpsampleNearest1D", "UpsampleNearest2D", "UpsampleNearest3D",
@@ -67,7 +67,7 @@ _KINKS = {
     "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "Amax", "Amin", "Aminmax", "Ceil", "Clamp",
     "ClampMax", "ClampMin", "Cummax", "Cummin", "Floor", "Fmax", "Fmin", "Fmod", "Frac",
     "FractionalMaxPool2D", "FractionalMaxPool3D", "Hardshrink", "Hardsigmoid", "Hardtanh",
-    "Heaviside", "Kthvalue", "LeakyRelu", "Max", "MaxPool2D", "MaxPool2DWithIndices",
+    "Kthvalue", "LeakyRelu", "Max", "MaxPool2D", "MaxPool2DWithIndices",
     "MaxPool3DWithIndices", "Maximum", "Median", "Min", "Minimum", "MkldnnMaxPool2D",
     "MkldnnMaxPool3D", "Mode", "MpsMaxPool2D", "NanToNum", "Nanmedian", "Relu", "Remainder",
     "Round", "Softshrink", "Sort", "Threshold", "Topk", "Trunc",
@@ -117,7 +117,8 @@ def _by_setting(attribute: str, linear: tuple[Any, ...]) -> Callable[[Any, int],
     """Linear if the node was made with one of these settings."""
 
     def pairs(node: Any, operands: int) -> Pairs | None:
-        return () if getattr(node, attribute, None) in linear else None
+        value = getattr(node, attribute, None)
+        return () if isinstance(value, bool | int | float | str) and value in linear else None
 
     return pairs
 

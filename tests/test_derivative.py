@@ -1,0 +1,183 @@
+"""Backward passes that are not the derivative of the forward pass are refused; honest ones not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import networks as net
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import saltflat as sf
+
+
+class Between(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc = nn.Linear(4, width), nn.Linear(width, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(self.between(self.body(x).relu()))
+        return result
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def hooked(h: Tensor) -> Tensor:
+    h = h * 1.0
+    if h.requires_grad:
+        h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def data(dtype: torch.dtype = torch.float32, n: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, 4, generator=generator).to(dtype), torch.arange(n) % 3
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "straight through": lambda h: h + ((h * 4).round() / 4 - h).detach(),
+    "reversed": Reversal.apply,
+    "a hook on an activation": hooked,
+    "detached size": lambda h: h / h.norm(dim=1, keepdim=True).detach().clamp(min=1e-3),
+    "half of it detached": lambda h: 0.5 * h + 0.5 * h.detach(),
+}
+ENTRIES: list[Callable[..., Any]] = [sf.trace, sf.diagonal, sf.max_eigenvalue, sf.measure]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name: str, dtype: torch.dtype) -> None:
+    model = Between(WRONG[name]).to(dtype)
+    with pytest.raises(sf.ModelError, match="not the derivative") as caught:
+        sf.trace(model, data(dtype))
+    assert "body.weight" in str(caught.value)
+    assert "fc.weight" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_refused_everywhere(entry: Callable[..., Any]) -> None:
+    with pytest.raises(sf.ModelError, match="not the derivative"):
+        entry(Between(WRONG["straight through"]), data())
+
+
+def test_what_is_below_may_be_left_out() -> None:
+    """The parameters above are differentiated rightly."""
+    model = Between(WRONG["reversed"])
+    assert sf.trace(model, data(), parameters=["fc.weight", "fc.bias"]).exact
+
+
+class Detached(nn.Module):
+    """A body that is run without gradients, as people freeze a backbone."""
+
+    def __init__(self, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc, self.how = nn.Linear(4, 8), nn.Linear(8, 3), how
+        self.spare = nn.Linear(2, 2)  # has no effect at all
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(self.how(self.body, x).relu())
+        return result
+
+
+def silently(body: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return body(x)
+
+
+UNREACHED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "no_grad": silently,
+    "detach": lambda body, x: body(x).detach(),
+    "reentrant": lambda body, x: checkpoint(body, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", UNREACHED)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_parameters_that_autograd_does_not_reach(name: str) -> None:
+    model = Detached(UNREACHED[name])
+    with pytest.raises(sf.ModelError, match="autograd does not reach") as caught:
+        sf.trace(model, data())
+    assert "body.weight, body.bias" in str(caught.value)
+    assert "spare" not in str(caught.value)
+    for p in model.body.parameters():
+        p.requires_grad_(False)
+    found = sf.trace(model, data())
+    assert found.exact
+    assert found.details["spare.weight"].reason == "no effect on outputs"
+
+
+def test_reentrant_checkpointing_in_the_middle() -> None:
+    model = Between(lambda h: checkpoint(torch.tanh, h, use_reentrant=True))
+    with pytest.raises(sf.ModelError, match="use_reentrant=False"):
+        sf.trace(model, data())
+    assert sf.trace(Between(lambda h: checkpoint(F.relu, h, use_reentrant=False)), data()).exact
+
+
+# Honest ones: ties, saturation, zeros, tiny and huge scales, discontinuities.
+
+
+def zero_bias_cnn() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 3))
+    for module in model:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.zeros_(module.bias)
+    return model
+
+
+def background(n: int = 6) -> tuple[Tensor, Tensor]:
+    images = torch.zeros(n, 1, 10, 10)
+    images[:, :, 4:6, 4:6] = torch.rand(n, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    return images, torch.arange(n) % 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_ties_at_the_start_are_accepted(dtype: torch.dtype) -> None:
+    """A constant background and no bias: ReLU and maxima sit at their kinks."""
+    x, y = background()
+    assert sf.trace(zero_bias_cnn().to(dtype), (x.to(dtype), y)).exact
+
+
+def zeros_at_the_end() -> nn.Module:
+    model = net.mlp()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    return model.float()
+
+
+HONEST: dict[str, Callable[[], nn.Module]] = {
+    "last layer zero": zeros_at_the_end,
+    "dead": lambda: Between(lambda h: h * 0),
+    "hard gate": lambda: Between(lambda h: h * (h > 0.5)),
+    "clamped": lambda: Between(lambda h: h.clamp(-0.1, 0.1)),
+    "tiny": lambda: Between(lambda h: h * 1e-12),
+    "huge": lambda: Between(lambda h: h * 1e12),
+    "far from zero": lambda: Between(lambda h: h + 1e4),
+    "rounded": lambda: Between(torch.round),
+    "tanh": lambda: Between(torch.tanh),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", HONEST)
+def test_accepted(name: str, dtype: torch.dtype) -> None:
+    sf.trace(HONEST[name]().to(dtype), data(dtype), estimator=sf.Hutchinson(probes=4))
