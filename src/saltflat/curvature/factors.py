@@ -8,7 +8,8 @@ with random signs into one or two directions whose outer product is B on average
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -16,16 +17,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from saltflat.errors import DataError
+from saltflat.curvature.memory import ordinary
+from saltflat.errors import DataError, LossError, NoSecondDerivative
 from saltflat.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
+    JointLoss,
     Loss,
     MeanSquaredError,
+    UserLoss,
     scalar,
 )
-from saltflat.risk import Batch, join
+from saltflat.risk import Batch, alike, join
 
 
 class Factor(ABC):
@@ -205,6 +209,8 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
         return SoftmaxFactor(loss, outputs, batch.targets)
     if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
+    if isinstance(loss, UserLoss) and loss.missing:
+        raise no_second_derivative(loss, loss.missing)
     if sketched:
         return ProductFactor(loss, outputs, batch.targets)
     try:
@@ -212,7 +218,7 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
     except RuntimeError:  # the loss holds tensors of another dtype
         hessian = output_hessian(loss, outputs, batch, outputs.dtype)
     if not torch.isfinite(hessian).all():
-        raise DataError(
+        raise NoSecondDerivative(
             f"The second derivative of the loss {loss.name} is not finite on {batch.where}."
         )
     return DenseFactor(hessian, outputs)
@@ -255,20 +261,69 @@ class NotAdditive(Exception):
     """A loss that was taken for a mean or sum over samples turned out not to be one."""
 
 
-def classify(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> Loss | None:
-    """A user's loss as a mean or a sum over samples, or None if it is neither.
+def classify(
+    call: Callable[..., Tensor],
+    outputs: Tensor,
+    batch: Batch,
+    measured: Mapping[str, Tensor] | None = None,
+) -> CustomLoss | JointLoss:
+    """A user's loss as a mean or a sum over samples, or as one that only all have together.
 
     Compared on mixtures of neighbouring outputs, which keep to the loss's domain and where
     accidental agreement would be a coincidence.
     """
+    missing = _missing_derivative(call, outputs, batch)
     if batch.size == 1:  # a mean and a sum differ only from two samples on
         batch, outputs = join([batch, batch]), torch.cat([outputs, outputs])
     mixed = torch.lerp(outputs.detach(), outputs.detach().roll(1, 0), 0.1)
     for mean in (True, False):
-        candidate = CustomLoss(call, mean)
+        candidate = CustomLoss(call, mean, measured, missing)
         if _adds_up(candidate, Batch(mixed, batch.targets, batch.size, batch.where)):
             return candidate
-    return None
+    return JointLoss(call, measured, missing)
+
+
+def _missing_derivative(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> str:
+    """What torch says of a loss that cannot be differentiated twice; empty for one that can."""
+    try:
+        output_product(partial(scalar, call), outputs, batch.targets, torch.ones_like(outputs))
+    except RuntimeError as error:
+        if not lacks_derivative(error):
+            raise
+        return str(error).splitlines()[0]
+    return ""
+
+
+def lacks_derivative(error: RuntimeError) -> bool:
+    """Whether torch says that an operation cannot be differentiated (again)."""
+    words = str(error)
+    return ordinary(error) and ("derivative" in words or "double backward" in words)
+
+
+def no_second_derivative(loss: object, words: str) -> NoSecondDerivative:
+    """The error for what cannot be differentiated twice, the loss or else the model."""
+    if isinstance(loss, UserLoss) and loss.missing:
+        return NoSecondDerivative(
+            f"The loss {loss.name} has no second derivative in torch ({loss.missing}), which "
+            "Hessian and Gauss–Newton matrix need. Write it with operations that have one, e.g. "
+            "a margin loss as (margin - o.gather(1, y) + o).clamp(min=0), or use measures that "
+            "need none: delta_sharpness, sam_sharpness, adaptive_sharpness, fisher_rao_norm."
+        )
+    return NoSecondDerivative(
+        f"The model has no second derivative, which the Hessian needs ({words}). "
+        "Use curvature='ggn'."
+    )
+
+
+def repeats(loss: str, first: Tensor, second: Tensor, where: str) -> None:
+    """Refuse a loss with two values on the same outputs, up to the order of a GPU's sums."""
+    tolerance = 1e-12 if first.dtype == torch.float64 else 1e-5
+    if not abs(first - second) <= tolerance * abs(first):
+        raise LossError(
+            f"The loss {loss} is random, or has a state: on the same outputs and targets of "
+            f"{where} it is first {float(first):.6g}, then {float(second):.6g}. Switch its dropout "
+            "or noise off, or draw it once and hold it fixed."
+        )
 
 
 @final
@@ -288,9 +343,10 @@ class Additivity:
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Look at one chunk."""
         here = Batch(outputs.detach(), batch.targets, batch.size, batch.where)
-        value = scalar(self.loss.call, here.inputs, here.targets)
+        value, again = (self.loss.value(here.inputs, here.targets) for _ in range(2))
         if not torch.isfinite(value):
             raise DataError(f"The loss {self.loss.name} is not finite on {batch.where}.")
+        repeats(self.loss.name, value, again, batch.where)
         self._insist(here)
         alike = not self.gallery or self.gallery[0].inputs.shape[1:] == outputs.shape[1:]
         if alike and self.entries + outputs.numel() <= _GALLERY:
@@ -299,7 +355,7 @@ class Additivity:
 
     def finish(self) -> None:
         """Look at all of them together."""
-        if len(self.gallery) > 1:
+        if len(self.gallery) > 1 and alike(self.gallery):
             self._insist(join(self.gallery))
 
     def _insist(self, samples: Batch) -> None:
@@ -327,17 +383,30 @@ def _adds_up(loss: CustomLoss, samples: Batch) -> bool:
 def _apart(loss: CustomLoss, samples: Batch) -> bool:
     """Whether no two samples interact: B z stays where z is, for halves that part every pair.
 
-    Two samples differ in some binary digit of their positions, so log₂ n halves suffice.
+    Two samples differ in some binary digit of their positions, so log₂ n halves suffice. Where B is
+    not to be had, the gradient's change from outputs to outputs + z takes the place of B z.
     """
     n, outputs = samples.size, samples.inputs
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(outputs.shape, generator=generator).to(outputs)
     index = torch.arange(n, device=outputs.device)
+    change = _gradient_change if loss.missing else output_product
     for digit in range((n - 1).bit_length()):
         half = (index >> digit) & 1 == 1
         shape = (-1, *[1] * (outputs.ndim - 1))
-        product = output_product(loss.total, outputs, samples.targets, z * half.reshape(shape))
+        product = change(loss.total, outputs, samples.targets, z * half.reshape(shape))
         tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
         if product[~half].abs().max() > tolerance * product.abs().max():
             return False
     return True
+
+
+def _gradient_change(
+    total: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, vector: Tensor
+) -> Tensor:
+    """How the loss's gradient changes when the outputs move by a vector."""
+    ends = []
+    for at in (outputs.detach().clone(), outputs.detach() + vector):
+        (gradient,) = torch.autograd.grad(total(at.requires_grad_(), targets), at)
+        ends.append(gradient)
+    return ends[1] - ends[0]

@@ -7,12 +7,21 @@ from typing import TypeVar
 
 import torch
 
+from saltflat.errors import SaltflatError
+
 Result = TypeVar("Result")
 
 
 def out_of_memory(error: RuntimeError) -> bool:
     """Whether torch could not allocate, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def ordinary(error: Exception) -> bool:
+    """Whether an error of a user's code says that it failed: not ours, and not want of memory."""
+    if isinstance(error, SaltflatError | MemoryError):
+        return False
+    return not (isinstance(error, RuntimeError) and out_of_memory(error))
 
 
 def halving(call: Callable[[int], Result], size: int) -> Result:

@@ -13,10 +13,15 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.factors import Additivity, output_product
+from saltflat.curvature.factors import (
+    Additivity,
+    lacks_derivative,
+    no_second_derivative,
+    output_product,
+)
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
-from saltflat.errors import DataError, ModelError
+from saltflat.errors import DataError
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch, Risk, join
 
@@ -50,11 +55,9 @@ class Products:
             while (sums := self._attempt(v)) is None:
                 self.chunk //= 2
         except RuntimeError as error:
-            if "derivative" in str(error) or "double backward" in str(error):
-                raise ModelError(
-                    "The model has no second derivative, which the Hessian needs "
-                    f"({str(error).splitlines()[0]}). Use curvature='ggn'."
-                ) from error
+            if lacks_derivative(error):
+                words = str(error).splitlines()[0]
+                raise no_second_derivative(self.risk.loss, words) from error
             raise
         return dict(zip(self.parameters, sums, strict=True))
 
