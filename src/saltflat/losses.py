@@ -162,13 +162,7 @@ class CrossEntropy(Loss):
                 f"{tuple(outputs.shape)} in {where}; for a single logit use loss='bce'."
             )
         if targets.is_floating_point():
-            if targets.ndim < outputs.ndim:
-                raise DataError(
-                    f"Class targets must be int64. Got {targets.dtype} of shape "
-                    f"{tuple(targets.shape)} in {where}; convert them with targets.long(), or give "
-                    f"probabilities of the outputs' shape {tuple(outputs.shape)}."
-                )
-            _check_shape(outputs, targets, self.name, where)
+            self._check_probabilities(outputs, targets, where)
             return
         if targets.dtype != torch.int64:
             raise DataError(
@@ -193,6 +187,21 @@ class CrossEntropy(Loss):
             raise DataError(
                 f"Target {int(targets[wrong][0])} in {where} is out of range: the model has "
                 f"{classes} outputs, so targets run from 0 to {classes - 1}."
+            )
+
+
+    def _check_probabilities(self, outputs: Tensor, targets: Tensor, where: str) -> None:
+        if targets.ndim < outputs.ndim:
+            raise DataError(
+                f"Class targets must be int64. Got {targets.dtype} of shape "
+                f"{tuple(targets.shape)} in {where}; convert them with targets.long(), or give "
+                f"probabilities of the outputs' shape {tuple(outputs.shape)}."
+            )
+        _check_shape(outputs, targets, self.name, where)
+        if (self.scale(outputs, targets) < 0).any():
+            raise DataError(
+                f"Class probabilities must not be negative. Those of a sample in {where} have a "
+                "negative sum."
             )
 
 

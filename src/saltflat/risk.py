@@ -368,7 +368,8 @@ def logits(raw: Any) -> Tensor:
 def _items(data: Any) -> Iterable[Any]:
     """The data as something that can be iterated again and again."""
     if isinstance(data, Tensor | np.ndarray):
-        raise InvalidType("The data need targets too. Got one tensor; pass (inputs, targets).")
+        kind = type(data).__name__
+        raise InvalidType(f"The data need targets too. Got one {kind}; pass (inputs, targets).")
     if isinstance(data, Mapping):
         return [data]
     arrays = Tensor | np.ndarray

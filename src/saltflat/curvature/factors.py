@@ -8,7 +8,8 @@ with random signs into one or two directions whose outer product is B on average
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, final
@@ -297,7 +298,23 @@ def _missing_derivative(call: Callable[..., Tensor], outputs: Tensor, batch: Bat
 def lacks_derivative(error: RuntimeError) -> bool:
     """Whether torch says that an operation cannot be differentiated (again)."""
     words = str(error)
-    return ordinary(error) and ("derivative" in words or "double backward" in words)
+    said = "derivative" in words or "double backward" in words
+    return ordinary(error) and (said or isinstance(error, NotImplementedError))
+
+
+@contextmanager
+def derivatives_explained() -> Iterator[None]:
+    """Torch's own error about a derivative that it does not have, as one of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_derivative(error):
+            raise
+        raise NoSecondDerivative(
+            "An operation of the model or of the loss cannot be differentiated as often as it must "
+            f"be ({(str(error) or type(error).__name__).splitlines()[0]}). Write it with "
+            "operations that can."
+        ) from error
 
 
 def no_second_derivative(loss: object, words: str) -> NoSecondDerivative:
