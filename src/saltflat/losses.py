@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from saltflat.curvature.memory import ordinary
 from saltflat.errors import (
@@ -188,7 +189,6 @@ class CrossEntropy(Loss):
                 f"Target {int(targets[wrong][0])} in {where} is out of range: the model has "
                 f"{classes} outputs, so targets run from 0 to {classes - 1}."
             )
-
 
     def _check_probabilities(self, outputs: Tensor, targets: Tensor, where: str) -> None:
         if targets.ndim < outputs.ndim:
@@ -399,21 +399,26 @@ def scalar(call: Callable[..., Tensor], outputs: Tensor, targets: Any) -> Tensor
     return value.reshape(())
 
 
-def leaves(value: Tensor) -> Iterator[Tensor]:
-    """The tensors that a value was computed from and that autograd differentiates by."""
-    if value.grad_fn is None:
-        if value.requires_grad:
-            yield value
-        return
-    seen, waiting = {value.grad_fn}, [value.grad_fn]
+def nodes(values: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of the graph that autograd keeps of some values, each once."""
+    waiting = [value.grad_fn for value in values if value.grad_fn is not None]
+    seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if isinstance(variable := getattr(node, "variable", None), Tensor):
-            yield variable
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+
+
+def leaves(value: Tensor) -> Iterator[Tensor]:
+    """The tensors that a value was computed from and that autograd differentiates by."""
+    if value.grad_fn is None and value.requires_grad:
+        yield value
+    for node in nodes([value]):
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            yield variable
 
 
 def refuse_parameters(loss: str, value: Tensor, measured: Mapping[str, Tensor]) -> None:

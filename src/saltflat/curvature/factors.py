@@ -8,7 +8,7 @@ with random signs into one or two directions whose outer product is B on average
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -28,6 +28,7 @@ from saltflat.losses import (
     Loss,
     MeanSquaredError,
     UserLoss,
+    nodes,
     scalar,
 )
 from saltflat.risk import Batch, alike, join
@@ -233,6 +234,7 @@ def output_product(
     (gradient,) = torch.autograd.grad(total(o, targets), o, create_graph=True)
     if not gradient.requires_grad:
         return torch.zeros_like(outputs)
+    insist_on_derivatives([gradient])
     (product,) = torch.autograd.grad(gradient, o, vector, allow_unused=True)
     return torch.zeros_like(outputs) if product is None else product
 
@@ -297,9 +299,21 @@ def _missing_derivative(call: Callable[..., Tensor], outputs: Tensor, batch: Bat
 
 def lacks_derivative(error: RuntimeError) -> bool:
     """Whether torch says that an operation cannot be differentiated (again)."""
-    words = str(error)
-    said = "derivative" in words or "double backward" in words
+    said = any(words in str(error) for words in _NO_DERIVATIVE)
     return ordinary(error) and (said or isinstance(error, NotImplementedError))
+
+
+_NO_DERIVATIVE = ("derivative", "double backward", "differentiate twice")
+
+
+def insist_on_derivatives(gradients: Iterable[Tensor]) -> None:
+    """Fail where gradients went through a function that is marked `once_differentiable`.
+
+    Torch keeps an error in their graph, which is raised by `backward()` only: `torch.autograd.grad`
+    finds no way from it to what it differentiates by, and gives zero.
+    """
+    if any(node.name() == "torch::autograd::Error" for node in nodes(gradients)):
+        raise RuntimeError("cannot differentiate twice a function marked @once_differentiable")
 
 
 @contextmanager
@@ -335,11 +349,12 @@ def no_second_derivative(loss: object, words: str) -> NoSecondDerivative:
 def repeats(loss: str, first: Tensor, second: Tensor, where: str) -> None:
     """Refuse a loss with two values on the same outputs, up to the order of a GPU's sums."""
     tolerance = 1e-12 if first.dtype == torch.float64 else 1e-5
-    if not abs(first - second) <= tolerance * abs(first):
+    before, after = first.item(), second.item()
+    if not abs(before - after) <= tolerance * abs(before):
         raise LossError(
             f"The loss {loss} is random, or has a state: on the same outputs and targets of "
-            f"{where} it is first {float(first):.6g}, then {float(second):.6g}. Switch its dropout "
-            "or noise off, or draw it once and hold it fixed."
+            f"{where} it is first {before:.6g}, then {after:.6g}. Switch its dropout or noise "
+            "off, or draw it once and hold it fixed."
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltflat.curvature.factors import (
     Additivity,
+    insist_on_derivatives,
     lacks_derivative,
     no_second_derivative,
     output_product,
@@ -47,6 +48,7 @@ class Products:
         self.chunk = chunk
         # A user's loss is checked on the first pass over the data.
         self._unchecked = isinstance(risk.loss, CustomLoss)
+        self._calls = 0
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
@@ -59,6 +61,7 @@ class Products:
                 words = str(error).splitlines()[0]
                 raise no_second_derivative(self.risk.loss, words) from error
             raise
+        self._calls += 1
         return dict(zip(self.parameters, sums, strict=True))
 
     def _attempt(self, v: list[Tensor]) -> list[Tensor] | None:
@@ -162,7 +165,13 @@ class Products:
         if not used:
             return [None] * len(parameters)
         gradients, vectors = zip(*used, strict=True)
+        self._insist(gradients)
         return torch.autograd.grad(gradients, parameters, vectors, allow_unused=True)
+
+    def _insist(self, gradients: Sequence[Tensor]) -> None:
+        """Look through the graph of the first product: later ones have the same."""
+        if self._calls == 0:
+            insist_on_derivatives(gradients)
 
     def _forward_product(self, outputs: Tensor, v: list[Tensor]) -> Tensor:
         """J v by differentiating Jᵀu, which is linear in u, in u."""
@@ -174,6 +183,7 @@ class Products:
         if not used:
             return torch.zeros_like(outputs)
         gradients, vectors = zip(*used, strict=True)
+        self._insist(gradients)
         (tangent,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True)
         return tangent.detach()
 

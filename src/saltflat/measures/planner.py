@@ -82,7 +82,7 @@ def measure(
     seconds: dict[str, float] = {}
     done: dict[str, Measurement] = {}
     skipped: dict[str, str] = {}
-    with reporting(progress) as step, risk.session():
+    with reporting(progress) as step, risk.session(), derivatives_explained():
         step("curvature", 0, len(chosen) + 1)
         start = perf_counter()
         kinds = frozenset[Kind]().union(*(kinds_of(m) for m in chosen))
