@@ -8,6 +8,7 @@ from typing import Any, ClassVar, final
 import pytest
 import torch
 from cases import BY_NAME
+from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
@@ -81,6 +82,8 @@ def test_a_model_that_can_be_differentiated_once() -> None:
 
     with pytest.raises(NoSecondDerivative, match="curvature='ggn'"):
         sf.max_eigenvalue(Through(Once), (X, Y))
+    with pytest.raises(NoSecondDerivative, match="Once"):  # its gradient is constant
+        sf.max_eigenvalue(Through(Once), (X, Y), lambda o, y: o.sum().square())
     report = sf.measure(Through(Once), (X, Y))
     plain = sf.measure(Doubled(Once), (X, Y))
     assert set(report) >= NO_HESSIAN
@@ -89,6 +92,22 @@ def test_a_model_that_can_be_differentiated_once() -> None:
         assert report[name].value == pytest.approx(plain[name].value, rel=1e-10)
     traces = [sf.trace(kind(Once), (X, Y), curvature="ggn").total for kind in (Through, Doubled)]
     assert traces[0] == pytest.approx(traces[1], rel=1e-10)
+
+
+def test_what_comes_after_a_function_that_can_be_differentiated_once() -> None:
+    """Second derivatives in the last layer do not pass through it."""
+
+    class Early(Through):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body[2](self.function.apply(self.body[:2](x)))
+
+    model, names = Early(Once), ["body.2.weight", "body.2.bias"]
+    oracle = Dense(Early(Once), X, Y, names=names)
+    largest = float(torch.linalg.eigvalsh(oracle.hessian)[-1])
+    found = sf.max_eigenvalue(model, (X, Y), parameters=names)
+    assert found.value == pytest.approx(largest, rel=1e-6)
+    with pytest.raises(NoSecondDerivative, match="Once"):
+        sf.max_eigenvalue(model, (X, Y))
 
 
 def test_what_has_no_derivative_at_all_is_an_error_of_ours() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -289,6 +290,32 @@ def test_losses_without_a_second_derivative(loss: Loss, call, curvature: str) ->
         call(network(), (X, Y), loss, curvature)
     assert isinstance(caught.value, sf.LossError)
     assert "sam_sharpness" in str(caught.value)
+
+
+class Once(torch.autograd.Function):
+    """The square, with a gradient that is written in a way that autograd does not follow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+def test_losses_that_can_be_differentiated_once() -> None:
+    """Torch gives zero for their second derivative."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return Once.apply(o - y.unsqueeze(1)).mean()
+
+    for call in (sf.trace, sf.max_eigenvalue):
+        with pytest.raises(NoSecondDerivative, match="loss loss has no second derivative"):
+            call(network(), (X, Y), loss)
 
 
 def squared_margin(o: Tensor, y: Tensor) -> Tensor:

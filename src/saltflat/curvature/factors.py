@@ -16,6 +16,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 
 from saltflat.curvature.memory import ordinary
@@ -211,8 +213,7 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
         return SoftmaxFactor(loss, outputs, batch.targets)
     if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
-    if isinstance(loss, UserLoss) and loss.missing:
-        raise no_second_derivative(loss, loss.missing)
+    check_derivatives(loss)
     if sketched:
         return ProductFactor(loss, outputs, batch.targets)
     try:
@@ -231,10 +232,11 @@ def output_product(
 ) -> Tensor:
     """B v by differentiating the loss twice in the outputs."""
     o = outputs.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(total(o, targets), o, create_graph=True)
+    value = total(o, targets)
+    insist_on_derivatives(value, [o])
+    (gradient,) = torch.autograd.grad(value, o, create_graph=True)
     if not gradient.requires_grad:
         return torch.zeros_like(outputs)
-    insist_on_derivatives([gradient])
     (product,) = torch.autograd.grad(gradient, o, vector, allow_unused=True)
     return torch.zeros_like(outputs) if product is None else product
 
@@ -306,14 +308,38 @@ def lacks_derivative(error: RuntimeError) -> bool:
 _NO_DERIVATIVE = ("derivative", "double backward", "differentiate twice")
 
 
-def insist_on_derivatives(gradients: Iterable[Tensor]) -> None:
-    """Fail where gradients went through a function that is marked `once_differentiable`.
+def insist_on_derivatives(value: Tensor, by: Iterable[Tensor]) -> None:
+    """Fail where a function marked `once_differentiable` lies between a value and some tensors.
 
-    Torch keeps an error in their graph, which is raised by `backward()` only: `torch.autograd.grad`
-    finds no way from it to what it differentiates by, and gives zero.
+    Torch means to raise an error when its gradient is differentiated, and does so in `backward()`
+    only: `torch.autograd.grad` finds no way through it to what it differentiates by, and gives
+    zero.
     """
-    if any(node.name() == "torch::autograd::Error" for node in nodes(gradients)):
-        raise RuntimeError("cannot differentiate twice a function marked @once_differentiable")
+    above: dict[Node, list[Node]] = {}
+    waiting = []
+    wanted = {id(t) for t in by}
+    for node in nodes([value]):
+        for following, _ in node.next_functions:
+            if following is not None:
+                above.setdefault(following, []).append(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            waiting.append(node)
+    seen = set(waiting)
+    while waiting:
+        for node in above.get(waiting.pop(), ()):
+            function = getattr(node, "_forward_cls", None)
+            if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE:
+                raise RuntimeError(
+                    f"cannot differentiate twice {node.name()}, which is marked "
+                    "@once_differentiable"
+                )
+            if node not in seen:
+                seen.add(node)
+                waiting.append(node)
+
+
+# What `once_differentiable` wraps around every function is one and the same code.
+_ONCE = once_differentiable(lambda context, *gradients: gradients).__code__
 
 
 @contextmanager
@@ -331,19 +357,15 @@ def derivatives_explained() -> Iterator[None]:
         ) from error
 
 
-def no_second_derivative(loss: object, words: str) -> NoSecondDerivative:
-    """The error for what cannot be differentiated twice, the loss or else the model."""
+def check_derivatives(loss: object) -> None:
+    """Refuse a user's loss that cannot be differentiated twice."""
     if isinstance(loss, UserLoss) and loss.missing:
-        return NoSecondDerivative(
+        raise NoSecondDerivative(
             f"The loss {loss.name} has no second derivative in torch ({loss.missing}), which "
             "Hessian and Gauss–Newton matrix need. Write it with operations that have one, e.g. "
             "a margin loss as (margin - o.gather(1, y) + o).clamp(min=0), or use measures that "
             "need none: delta_sharpness, sam_sharpness, adaptive_sharpness, fisher_rao_norm."
         )
-    return NoSecondDerivative(
-        f"The model has no second derivative, which the Hessian needs ({words}). "
-        "Use curvature='ggn'."
-    )
 
 
 def repeats(loss: str, first: Tensor, second: Tensor, where: str) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from saltflat.curvature.factors import (
     Additivity,
+    check_derivatives,
     insist_on_derivatives,
     lacks_derivative,
-    no_second_derivative,
     output_product,
 )
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
-from saltflat.errors import DataError
+from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch, Risk, join
 
@@ -52,14 +52,18 @@ class Products:
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
+        check_derivatives(self.risk.loss)
         v = [vector[name].to(p) for name, p in self.parameters.items()]
         try:
             while (sums := self._attempt(v)) is None:
                 self.chunk //= 2
         except RuntimeError as error:
             if lacks_derivative(error):
-                words = str(error).splitlines()[0]
-                raise no_second_derivative(self.risk.loss, words) from error
+                raise NoSecondDerivative(
+                    "The model has no second derivative, which products with the Hessian need "
+                    f"({str(error).splitlines()[0]}). Use curvature='ggn' and a loss that is a "
+                    "mean or a sum over samples."
+                ) from error
             raise
         self._calls += 1
         return dict(zip(self.parameters, sums, strict=True))
@@ -145,6 +149,8 @@ class Products:
         with Safe():
             outputs = self.risk.forward(batch)
         self.risk.check(outputs, batch)
+        if self._calls == 0:  # later products have the same graphs
+            insist_on_derivatives(outputs, self.parameters.values())
         return outputs
 
     def _zeros(self) -> list[Tensor]:
@@ -165,13 +171,7 @@ class Products:
         if not used:
             return [None] * len(parameters)
         gradients, vectors = zip(*used, strict=True)
-        self._insist(gradients)
         return torch.autograd.grad(gradients, parameters, vectors, allow_unused=True)
-
-    def _insist(self, gradients: Sequence[Tensor]) -> None:
-        """Look through the graph of the first product: later ones have the same."""
-        if self._calls == 0:
-            insist_on_derivatives(gradients)
 
     def _forward_product(self, outputs: Tensor, v: list[Tensor]) -> Tensor:
         """J v by differentiating Jᵀu, which is linear in u, in u."""
@@ -183,7 +183,6 @@ class Products:
         if not used:
             return torch.zeros_like(outputs)
         gradients, vectors = zip(*used, strict=True)
-        self._insist(gradients)
         (tangent,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True)
         return tangent.detach()
 
