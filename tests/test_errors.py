@@ -12,6 +12,7 @@ from cases import BY_NAME
 from dense import Dense
 from networks import mlp
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import saltflat as sf
 from saltflat.errors import ForwardError
@@ -179,6 +180,29 @@ def test_numpy_arrays_that_hold_no_numbers(bad: np.ndarray) -> None:
 
 def test_an_array_without_targets() -> None:
     refuses(TypeError, "ndarray", "targets", data=X.numpy())
+
+
+class Samples(Dataset[tuple[object, Tensor]]):
+    """One target, and inputs of some kind."""
+
+    def __init__(self, *inputs: object) -> None:
+        self.inputs = inputs
+
+    def __getitem__(self, index: int) -> tuple[object, Tensor]:
+        return self.inputs[index], Y[index]
+
+
+class Sized(Samples):
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def test_datasets_that_make_no_batch() -> None:
+    refuses(TypeError, "length", "Samples", "DataLoader", data=Samples(X[0], X[1]))
+    refuses(ValueError, "no batch", data=Sized())
+    for second in (object(), X[1, :3]):
+        refuses(ValueError, "do not make a batch", "collate_fn", data=Sized(X[0], second))
+    assert sf.trace(model(), Sized(*X)).total == pytest.approx(sf.trace(model(), (X, Y)).total)
 
 
 def test_data_that_are_computed_from_the_model() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from saltflat.curvature.memory import ordinary
 from saltflat.errors import (
@@ -380,7 +380,7 @@ def _items(data: Any) -> Iterable[Any]:
     ):
         return [tuple(data)]
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        return DataLoader(data, batch_size=_DATASET_BATCH)
+        return _loader(data)
     if isinstance(data, Iterator):
         raise InvalidType(
             f"The data must be iterable more than once. Got {type(data).__name__}, which can be "
@@ -395,7 +395,27 @@ def _items(data: Any) -> Iterable[Any]:
     return items
 
 
-_DATASET_BATCH = 128  # samples at a time of a Dataset that comes without a loader
+def _loader(dataset: Dataset[Any]) -> DataLoader[Any]:
+    """A dataset that comes without a loader, in batches."""
+    if not hasattr(dataset, "__len__"):
+        raise InvalidType(
+            f"A dataset must have a length to be read. {type(dataset).__name__} has none; pass a "
+            "DataLoader with a sampler."
+        )
+    return DataLoader(dataset, batch_size=_DATASET_BATCH, collate_fn=_collated)
+
+
+_DATASET_BATCH = 128  # samples
+
+
+def _collated(samples: list[Any]) -> Any:
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        raise DataError(
+            f"The samples of the dataset do not make a batch: {error}. Got {summary(samples[0])} "
+            "as the first; pass a DataLoader with a collate_fn."
+        ) from error
 
 
 def _from_numpy(array: np.ndarray[Any, Any], what: str) -> Tensor:
