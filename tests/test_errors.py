@@ -444,7 +444,21 @@ def test_a_model_that_fails_on_a_later_batch() -> None:
 
 
 def test_an_output_that_fails() -> None:
-    refuses(ForwardError, "batch 0", "KeyError", output=lambda out: {}["logits"])
+    refuses(ForwardError, "batch 0", "IndexError", output=lambda out: (out,)[1])
+
+
+class Own(RuntimeError):
+    """Of the user's own making."""
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), Own("mine")], ids=repr)
+@pytest.mark.parametrize("where", ["output", "unpack", "loss"])
+def test_errors_of_the_users_own_making_pass_as_they_are(where: str, error: Exception) -> None:
+    def fails(*_: object) -> Tensor:
+        raise error
+
+    with pytest.raises(type(error), match="mine"):
+        sf.trace(model(), (X, Y), **{where: fails})
 
 
 @pytest.mark.parametrize(

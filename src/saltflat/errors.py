@@ -35,12 +35,12 @@ class LossError(InvalidValue):
 
 
 class ForwardError(ModelError, DataError, RuntimeError):
-    """The model failed on the user's data; what it raised itself is the `__cause__`.
+    """The model failed on the user's data; what torch raised is the `__cause__`.
 
     Whether the model or the data are wrong cannot be known, so it is both. It is a `RuntimeError`
     too, as most of what torch raises: code that runs a model on part of a batch, or laid out anew,
     and goes another way when the model does not bear that, catches it as one. Running out of
-    memory is never wrapped.
+    memory is never wrapped, nor are errors of the user's own making.
     """
 
 

@@ -203,8 +203,8 @@ class Risk:
     def forward(self, batch: Batch) -> Tensor:
         """The model's outputs, one row a sample, checked.
 
-        What the model raises itself becomes a `ForwardError`, which is a `RuntimeError` too; only
-        want of memory passes as it is.
+        What torch raises in the model becomes a `ForwardError`, which is a `RuntimeError` too; want
+        of memory and errors of the user's own making pass as they are.
         """
         inputs = batch.inputs
         try:

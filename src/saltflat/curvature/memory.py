@@ -18,8 +18,13 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 
 def ordinary(error: Exception) -> bool:
-    """Whether an error of a user's code says that it failed: not ours, and not want of memory."""
-    if isinstance(error, SaltflatError | MemoryError):
+    """Whether an error out of a user's code is of torch's kinds, and not for want of memory.
+
+    Errors of the user's own making, and those of saltflat, pass as they are.
+    """
+    kinds = RuntimeError | TypeError | ValueError | IndexError | AttributeError
+    theirs = type(error).__module__.partition(".")[0] in ("builtins", "torch")
+    if isinstance(error, SaltflatError) or not (theirs and isinstance(error, kinds)):
         return False
     return not (isinstance(error, RuntimeError) and out_of_memory(error))
 

@@ -20,6 +20,7 @@ from saltflat.losses import (
     JointLoss,
     Loss,
     describe,
+    leaves,
     listed,
     own_parameters,
     refuse_parameters,
@@ -58,7 +59,7 @@ def _look_at_loss(risk: Risk, outputs: Tensor, few: Batch) -> None:
         raise DataError(f"The loss is not finite on {few.where}.")
     refuse_parameters(name, value, risk.parameters)
     repeats(name, value, scalar(call, at, few.targets), few.where)
-    if not value.requires_grad:
+    if all(leaf is not at for leaf in leaves(value)):
         raise LossError(
             f"The loss {name} does not depend on the outputs by operations that autograd follows, "
             f"on {few.where}: it has no derivative to measure. Look for argmax, item() or numpy."
@@ -88,7 +89,7 @@ def _gather(risk: Risk, first: Batch, wanted: int) -> Batch:
     if first.size < wanted:
         shapes = [t.shape[1:] for t in tree_leaves(first.inputs) if isinstance(t, Tensor)]
         for batch in islice(risk.batches(), 1, wanted):
-            leaves = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
-            if [t.shape[1:] for t in leaves] == shapes and alike([first, batch]):
+            inputs = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
+            if [t.shape[1:] for t in inputs] == shapes and alike([first, batch]):
                 gathered.append(batch.part(0, wanted))
     return join(gathered).part(0, wanted)
