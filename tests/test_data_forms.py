@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import networks as net
+import numpy as np
 import pytest
 import torch
 from agree import agrees
 from cases import BY_NAME, Case
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import saltflat as sf
+from saltflat.risk import Batch, Risk, alike, join
 
 
 def check(case: Case, data: object, model: nn.Module | None = None, **options: object) -> None:
@@ -119,3 +121,109 @@ def test_wrappers_are_seen_through() -> None:
         check(case, case.data(), nn.parallel.DistributedDataParallel(case.model()))
     finally:
         torch.distributed.destroy_process_group()
+
+
+# numpy arrays, and datasets without a loader
+
+
+def readonly(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: [(x[:2], y[:2]), (x[2:], y[2:])],
+        lambda x, y: (torch.from_numpy(x), y),
+        lambda x, y: (x, torch.from_numpy(y)),
+        lambda x, y: (readonly(x.copy()), readonly(y.copy())),
+        lambda x, y: (x[::-1][::-1], np.asfortranarray(y)),
+        lambda x, y: {"input": x, "labels": y},
+    ],
+)
+def test_numpy_arrays(form) -> None:
+    case = BY_NAME["mlp"]
+    x, y = case.data()
+    check(case, form(x.numpy(), y.numpy()))
+
+
+def test_numpy_arrays_in_dicts_and_tuples() -> None:
+    case = BY_NAME["tuple of inputs"]
+    (a, b), y = case.data()
+    check(case, [((a.numpy(), b.numpy()), y.numpy())])
+
+
+class Untorched(Dataset[tuple[np.ndarray, int]]):
+    """Samples as many datasets have them: an array and a number."""
+
+    def __len__(self) -> int:
+        return BY_NAME["mlp"].n
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        x, y = BY_NAME["mlp"].data()
+        return x[index].numpy(), int(y[index])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        TensorDataset,
+        lambda x, y: Subset(TensorDataset(x.flip(0), y.flip(0)), range(len(x))),
+        lambda x, y: ConcatDataset([TensorDataset(x[:2], y[:2]), TensorDataset(x[2:], y[2:])]),
+        lambda x, y: Untorched(),
+    ],
+)
+def test_datasets_are_read(form) -> None:
+    check(BY_NAME["mlp"], form(*BY_NAME["mlp"].data()))
+
+
+def test_datasets_are_read_in_batches() -> None:
+    x, y = BY_NAME["mlp"].data(n=300)
+    report = sf.measure(BY_NAME["mlp"].model(), TensorDataset(x, y), measures=["hessian_trace"])
+    assert report.provenance.samples == 300
+    assert (report.provenance.batches, report.provenance.batch_size) == (3, 128)
+
+
+# nodes of a graph: one row a node, and edges that are not per sample
+
+NODES = torch.arange(36.0).reshape(12, 3)
+EDGES = torch.arange(60).reshape(2, 30) % 12
+
+
+def graph(edges: torch.Tensor = EDGES) -> Batch:
+    class Nodes(nn.Linear):
+        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.index_add(0, edges[0], x[edges[1]]))
+
+    risk = Risk(Nodes(3, 2), [((NODES, edges), torch.zeros(12, dtype=torch.long))])
+    with risk.session():
+        batch = next(risk.batches())
+        assert risk.forward(batch).shape == (12, 2)
+    return batch
+
+
+def test_edges_are_not_cut() -> None:
+    batch = graph()
+    assert batch.size == 12
+    part = batch.part(3, 5)
+    assert part.size == 2
+    assert torch.equal(part.inputs[0], NODES[3:5])
+    assert torch.equal(part.inputs[1], EDGES)
+
+
+def test_two_graphs_do_not_make_one() -> None:
+    """What is not per sample must be the same in all batches that are taken together."""
+    same, other = graph(), graph((EDGES + 1) % 12)
+    assert alike([same, graph()])
+    assert join([same, graph()]).size == 24
+    assert not alike([same, other])
+    with pytest.raises(sf.DataError, match="neither one row a sample nor the same in both"):
+        join([same, other])
+    flagged = [Batch((NODES, flag), NODES, 12, "a batch") for flag in (True, False, 1)]
+    assert not alike(flagged[:2])
+    assert not alike([flagged[0], flagged[2]])
+    assert alike(flagged[:1] * 2)
+    assert not alike([same, Batch(NODES, NODES, 12, "a batch")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from agree import agrees
@@ -11,8 +12,10 @@ from cases import BY_NAME
 from dense import Dense
 from networks import mlp
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import saltflat as sf
+from saltflat.errors import ForwardError
 
 X, Y = BY_NAME["mlp"].data(n=6)
 BATCHES = [(X[:2], Y[:2]), (X[2:4], Y[2:4]), (X[4:], Y[4:])]
@@ -146,6 +149,79 @@ def test_targets_of_a_wrong_shape_or_kind(loss: str, targets: Tensor) -> None:
         sf.trace(model(), (X, targets), loss)
 
 
+def test_class_indices_that_are_floats() -> None:
+    """Probabilities are floats too, and stay fine."""
+    data = [*BATCHES[:2], (X[4:], Y[4:].float())]
+    for loss in ("cross_entropy", nn.CrossEntropyLoss(), "normalized_cross_entropy"):
+        refuses(ValueError, "int64", "float32", "targets.long()", "batch 2", data=data, loss=loss)
+    probabilities = nn.functional.one_hot(Y, 3).double()
+    soft = sf.trace(model(), (X, probabilities))
+    assert soft.total == pytest.approx(sf.trace(model(), (X, Y)).total, rel=1e-12)
+
+
+def test_negative_probabilities() -> None:
+    refuses(ValueError, "negative", data=(X, torch.rand(6, 3).double() - 1))
+
+
+@pytest.mark.parametrize("targets", [[0, 1, 2, 0, 1, 2], None, "labels"])
+def test_targets_that_are_no_tensor(targets: object) -> None:
+    refuses(TypeError, type(targets).__name__, "one tensor", data=[(X, targets)])
+
+
+def test_meta_inputs_and_targets() -> None:
+    refuses(ValueError, "inputs of batch 0", "meta", data=(X.to("meta"), Y))
+    refuses(ValueError, "targets of batch 0", "meta", data=(X, Y.to("meta")))
+
+
+@pytest.mark.parametrize("bad", [np.array([["a"] * 4] * 6), np.full((6, 4), None)])
+def test_numpy_arrays_that_hold_no_numbers(bad: np.ndarray) -> None:
+    refuses(ValueError, "inputs of batch 0", "numpy", str(bad.dtype), data=(bad, Y))
+
+
+def test_an_array_without_targets() -> None:
+    refuses(TypeError, "ndarray", "targets", data=X.numpy())
+
+
+class Samples(Dataset[tuple[object, Tensor]]):
+    """One target, and inputs of some kind."""
+
+    def __init__(self, *inputs: object) -> None:
+        self.inputs = inputs
+
+    def __getitem__(self, index: int) -> tuple[object, Tensor]:
+        return self.inputs[index], Y[index]
+
+
+class Sized(Samples):
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def test_datasets_that_make_no_batch() -> None:
+    refuses(TypeError, "length", "Samples", "DataLoader", data=Samples(X[0], X[1]))
+    refuses(ValueError, "no batch", data=Sized())
+    for second in (object(), X[1, :3]):
+        refuses(ValueError, "do not make a batch", "collate_fn", data=Sized(X[0], second))
+    assert sf.trace(model(), Sized(*X)).total == pytest.approx(sf.trace(model(), (X, Y)).total)
+
+
+def test_data_that_are_computed_from_the_model() -> None:
+    """Under no_grad they are constants, and so is what other parameters gave."""
+    own, teacher = model(), model()
+    learned = {"model": own, "loss": "mse"}
+    refuses(ValueError, "targets of batch 0", "0.weight", data=[(X, own(X))], **learned)
+    for targets in (own(X).detach(), teacher(X) + 1):
+        found = sf.trace(own, [(X, targets)], "mse")
+        oracle = Dense(own, X, targets.detach(), "mse")
+        agrees(found, oracle.blocks(oracle.hessian))
+
+
+def test_unpack_that_fails() -> None:
+    words = "unpack failed on batch 0", "(float64 (6, 4), int64 (6,))", "IndexError"
+    refuses(ValueError, *words, unpack=lambda item: item[2])
+    refuses(ValueError, "(inputs, targets)", "float64 (6, 4)", unpack=lambda item: item[0])
+
+
 def test_ambiguous_class_dimension() -> None:
     """(n, K, K) outputs: torch means dimension 1, language models the last."""
     square = nn.Sequential(nn.Linear(4, 9), nn.Unflatten(1, (3, 3))).double()
@@ -257,6 +333,150 @@ class Answers(nn.Module):
 )
 def test_outputs_of_an_unknown_kind(answer, word: str) -> None:
     refuses(ValueError, word, model=Answers(answer))
+
+
+class Tokens(nn.Module):
+    """Sorts out ids in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids).mean(1))
+
+
+class Bytes(nn.Module):
+    """Takes images as they are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.to(self.head.weight.dtype) / 255)
+
+
+class Halved(nn.Module):
+    """Casts to bfloat16 whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.bfloat16()).float()
+
+
+class Careful(Halved):
+    """Casts to what its weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.to(self.head.weight.dtype)).float()
+
+
+IDS = torch.arange(18).reshape(6, 3) % 9
+IMAGES = torch.randint(256, (6, 3, 4, 4), generator=torch.Generator().manual_seed(0))
+
+
+def images(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(3))
+
+
+FORWARD = {
+    "uint8 to Linear": (mlp, X.to(torch.uint8), ["uint8 (", "x.float() / 255"]),
+    "int64 to Linear": (mlp, X.long(), ["int64 (", "convert"]),
+    "uint8 to a convolution": (
+        lambda: images(nn.Conv2d(3, 2, 3)),
+        IMAGES.to(torch.uint8),
+        ["uint8 (", "x.float() / 255"],
+    ),
+    "uint8 to BatchNorm": (
+        lambda: images(nn.BatchNorm2d(3)),
+        IMAGES.to(torch.uint8),
+        ["uint8 (", "x.float() / 255"],
+    ),
+    "floats to an embedding": (Tokens, IDS.float(), ["float32 (", ".long()"]),
+    "bytes to an embedding": (Tokens, IDS.to(torch.uint8), ["uint8 (", ".long()"]),
+    "ids out of range": (Tokens, IDS + 9, ["IndexError", "int64 ("]),
+    "float64 to float32": (mlp, X, ["float64 (", "dtype=torch.float64"]),
+    "a wrong width": (mlp, X[:, :3].float(), ["float32 (", "shapes cannot be multiplied"]),
+    "too many arguments": (mlp, (X, X), ["(float64 (", "TypeError"]),
+    "a wrong name": (mlp, {"pixels": X}, ["{pixels: float64 (", "TypeError"]),
+    "a cast in the model": (Halved, X.float(), ["casts", "self.weight.dtype", "torch.float32"]),
+}
+
+
+@pytest.mark.parametrize(("make", "inputs", "words"), FORWARD.values(), ids=FORWARD)
+def test_models_that_fail_say_on_what(make, inputs: object, words: list[str]) -> None:
+    net = make()
+    if any(isinstance(p, nn.UninitializedParameter) for p in net.parameters()):
+        net(IMAGES.float())
+    data = [(inputs, Y)]
+    for call in (sf.trace, sf.measure):
+        refuses(ForwardError, "batch 0", *words, model=net, data=data, call=call)
+    with pytest.raises(RuntimeError) as caught:
+        sf.trace(net, data)
+    assert isinstance(caught.value, sf.ModelError)
+    assert isinstance(caught.value, sf.DataError)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("net", "inputs"),
+    [
+        (Tokens(), IDS),
+        (Tokens(), IDS.int()),
+        (Bytes(), IMAGES[:, 0, 0].to(torch.uint8)),
+        (Careful(), X.float()),
+        (Careful().bfloat16(), X.bfloat16()),
+        (Halved().bfloat16(), X.bfloat16()),
+    ],
+)
+def test_what_the_model_takes_is_fine(net: nn.Module, inputs: Tensor) -> None:
+    asked = torch.bfloat16 if type(net) is Halved else None
+    assert sf.trace(net, (inputs, Y), dtype=asked).total > 0
+
+
+def test_a_model_that_fails_on_a_later_batch() -> None:
+    data = [BATCHES[0], (X[2:4, :3], Y[2:4])]
+    refuses(ForwardError, "batch 1", "float64 (2, 3)", data=data)
+
+
+def test_an_output_that_fails() -> None:
+    refuses(ForwardError, "batch 0", "IndexError", output=lambda out: (out,)[1])
+
+
+class Own(RuntimeError):
+    """Of the user's own making."""
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), Own("mine")], ids=repr)
+@pytest.mark.parametrize("where", ["output", "unpack", "loss"])
+def test_errors_of_the_users_own_making_pass_as_they_are(where: str, error: Exception) -> None:
+    def fails(*_: object) -> Tensor:
+        raise error
+
+    with pytest.raises(type(error), match="mine"):
+        sf.trace(model(), (X, Y), **{where: fails})
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("none left"), MemoryError(), RuntimeError("allocate memory")]
+)
+def test_want_of_memory_passes_as_it_is(error: Exception) -> None:
+    def answer(_: Tensor) -> Tensor:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        sf.trace(Answers(answer), (X, Y))
+    assert caught.value is error
+
+
+def test_meta_buffers_are_named() -> None:
+    odd = Odd(nn.Parameter(torch.zeros(2)))
+    odd.register_buffer("mean", torch.zeros(2, device="meta"))
+    refuses(ValueError, "mean", "meta", model=odd)
 
 
 def test_detached_outputs() -> None:

@@ -123,7 +123,8 @@ def test_the_probe_set_is_fixed() -> None:
     plain = []
     for _ in range(2):  # without the monitor
         torch.rand(1)
-        plain.append(sf.measure(model, loader, measures=["hessian_trace"])["hessian_trace"].value)
+        found = sf.measure(model, list(loader), measures=["hessian_trace"])
+        plain.append(found["hessian_trace"].value)
     assert plain[0] != plain[1]
     state = torch.get_rng_state()
     monitor = Monitor(model, loader, budget=None)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from agree import agrees
 from cases import BY_NAME
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from dense import Dense
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import saltflat as sf
 from saltflat.watch import Tally, Watch
@@ -61,25 +75,246 @@ def test_augmentation_is_refused_after_a_pass() -> None:
         measured(DataLoader(Augmented(own=True), 4), [*ONE_PASS, "kappa"])
 
 
-def test_one_pass_alone_is_fine() -> None:
-    found = measured(DataLoader(Augmented(own=True), 4), ONE_PASS)
-    assert list(found) == ONE_PASS
-    assert found.provenance.samples == 12
+def test_augmentation_is_refused_where_one_pass_would_do() -> None:
+    with pytest.raises(sf.DataError, match="differ between two passes"):
+        measured(DataLoader(Augmented(own=True), 4), ONE_PASS)
 
 
-def test_augmentation_from_the_global_generator_is_wound_back() -> None:
-    found = measured(DataLoader(Augmented(own=False), 4), [*ONE_PASS, *SEVERAL])
-    assert list(found) == [*ONE_PASS, *SEVERAL]
+# From the global generators, which every pass winds back
+
+NOISE: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())),
+    "numpy": lambda: float(np.random.rand()),
+    "python": random.random,
+}
+CALLS = {"trace": sf.trace, "diagonal": sf.diagonal, "max_eigenvalue": sf.max_eigenvalue}
+
+
+class Jittered(Dataset[tuple[Tensor, Tensor]]):
+    """One sample of the twelve is moved, by a global generator; none if there is no noise."""
+
+    def __init__(self, noise: str | None) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        moved = index == 7 and self.noise is not None
+        return X[index] + NOISE[str(self.noise)]() if moved else X[index], Y[index]
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shuffled": {"shuffle": True},
+    "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "worker": {"num_workers": 1},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True, "shuffle": True},
+    "evenly dropped": {"shuffle": True, "drop_last": True},
+    "no batches": {"batch_size": None, "sampler": BatchSampler(RandomSampler(range(12)), 5, False)},
+}
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Indexed by lists, as a loader with `batch_size=None` does."""
+
+    def __getitem__(self, index: list[int]) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+def loader(noise: str | None, options: dict[str, Any]) -> DataLoader[Any]:
+    dataset = Rows() if "sampler" in options else Jittered(noise)
+    return DataLoader(dataset, **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("options", ["plain", "shuffled", "worker"])
+def test_augmentation_from_global_generators_is_refused(noise: str, options: str) -> None:
+    with pytest.raises(sf.DataError, match="differ between two passes"):
+        sf.trace(CASE.model(), loader(noise, LOADERS[options]))
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), sf.measure, sf.audit])
+def test_augmentation_is_refused_by_every_call(call: Callable[..., Any]) -> None:
+    with pytest.raises(sf.DataError, match="differ between two passes"):
+        call(CASE.model(), loader("torch", LOADERS["shuffled"]))
+
+
+@pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
+def test_honest_loaders_are_accepted(options: dict[str, Any]) -> None:
+    """Every one of them moves the random state, and none of them the samples."""
+    oracle = Dense(CASE.model(), X, Y)
+    agrees(sf.trace(CASE.model(), loader(None, options)), oracle.blocks(oracle.hessian))
+
+
+def test_random_states_are_given_back() -> None:
+    own = torch.Generator().manual_seed(3)
+    data = DataLoader(TensorDataset(X, Y), 5, shuffle=True, generator=own)
+    before = torch.get_rng_state(), own.get_state(), random.getstate(), np.random.get_state()[1]
+    sf.trace(CASE.model(), data)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], own.get_state())
+    assert before[2] == random.getstate()
+    assert np.array_equal(before[3], np.random.get_state()[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shuffle": True, "drop_last": True}, "shuffle=True with drop_last=True"),
+        ({"sampler": WeightedRandomSampler([1.0] * 12, 12)}, "WeightedRandomSampler"),
+        ({"sampler": RandomSampler(range(12), replacement=True)}, "RandomSampler"),
+        ({"sampler": RandomSampler(range(12), num_samples=7)}, "RandomSampler"),
+    ],
+)
+def test_samplers_that_draw_other_samples_are_named(options: dict[str, Any], words: str) -> None:
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(X, Y), 5, **options)
+    for call in CALLS.values():
+        with pytest.raises(sf.DataError, match=r"pass list\(loader\)") as caught:
+            call(CASE.model(), data)
+        assert words in str(caught.value)
+    assert sf.trace(CASE.model(), list(data)).exact
+
+
+class SomeBatches(Sampler[list[int]]):
+    """All samples but one of three."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        out = int(torch.randint(3, ()))
+        yield [i for i in range(12) if i != out]
+
+
+def test_batch_samplers_that_draw_other_samples_are_named() -> None:
+    data = DataLoader(TensorDataset(X, Y), batch_sampler=SomeBatches())
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with pytest.raises(sf.DataError, match="SomeBatches draws other samples"):
+            sf.trace(CASE.model(), data)
+
+
+class Sentences(Dataset[tuple[Tensor, Tensor]]):
+    """Token ids of several lengths."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return 1 + torch.arange(2 + index % 5) * index % 6, Y[index]
+
+
+def padded(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """To the longest of the batch."""
+    ids, labels = zip(*items, strict=True)
+    return pad_sequence(list(ids), batch_first=True), torch.stack(labels)
+
+
+class Bag(nn.Module):
+    """The mean over tokens that are not padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        real = (ids > 0).unsqueeze(2)
+        return self.head((self.embedding(ids) * real).sum(1) / real.sum(1))
+
+
+def test_padding_to_the_longest_of_a_shuffled_batch_is_accepted() -> None:
+    """Other batches are padded otherwise, so the second reading keeps the order."""
+    torch.manual_seed(0)
+    model = Bag().double()
+    data = DataLoader(Sentences(), 3, shuffle=True, collate_fn=padded)
+    plain = sf.trace(model, padded([Sentences()[i] for i in range(12)]))
+    for _ in range(3):
+        torch.rand(1)
+        assert sf.trace(model, data).total == pytest.approx(plain.total, rel=1e-10)
+
+
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples one by one, with noise or without."""
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in zip(X, Y, strict=True):
+            yield x + self.noise * torch.rand(()), y
+
+
+class Batched:
+    """An iterable of batches that nobody knows, from the global generator."""
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield X + self.noise * torch.rand(()), Y
+
+
+class Moved(DataLoader[Any]):
+    """A loader that does something to its batches."""
+
+    def __iter__(self) -> Any:
+        return ((x + self.noise * torch.rand(()), y) for x, y in super().__iter__())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("form", ["stream", "iterable", "subclass", "unpack"])
+def test_every_other_form_is_read_twice(form: str, noise: float) -> None:
+    options: dict[str, Any] = {}
+    data: Any = DataLoader(Streamed(noise), 5)
+    if form == "iterable":
+        data = Batched(noise)
+    elif form == "subclass":
+        data = Moved(TensorDataset(X, Y), 5)
+        data.noise = noise
+    elif form == "unpack":
+        data = [(X, Y)]
+        options["unpack"] = lambda item: (item[0] + noise * torch.rand(()), item[1])
+    if noise:
+        with pytest.raises(sf.DataError, match="differ between two passes"):
+            sf.trace(CASE.model(), data, **options)
+    else:
+        oracle = Dense(CASE.model(), X, Y)
+        agrees(sf.trace(CASE.model(), data, **options), oracle.blocks(oracle.hessian))
+
+
+class Counted:
+    """How often it is read."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.passes, self.items = data, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for item in self.data:
+            self.items += 1
+            yield item
+
+
+def test_the_price_is_one_more_reading() -> None:
+    data = Counted([(X[:6], Y[:6]), (X[6:], Y[6:])])
+    sf.trace(CASE.model(), data)
+    assert (data.passes, data.items) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "data", [(X, Y), [(X, Y)], ((X[:5], Y[:5]), (X[5:], Y[5:])), {"input": X, "labels": Y}]
+)
+def test_data_in_memory_are_not_even_summed(data: Any, monkeypatch) -> None:
+    def fails(*_: Any) -> Tensor:
+        raise AssertionError("data that cannot change need no checksum")
+
+    monkeypatch.setattr(Watch, "_hash", fails)
+    for call in CALLS.values():
+        call(CASE.model(), data)
 
 
 def test_a_list_is_the_way_out() -> None:
     data = list(DataLoader(Augmented(own=True), 4))
     assert set(measured(data, SEVERAL)) == set(SEVERAL)
-
-
-def test_traces_alone_do_not_watch() -> None:
-    """`sf.trace` takes one pass, and does not pay for checksums."""
-    sf.trace(CASE.model(), DataLoader(Augmented(own=True), 4))
 
 
 class Reordered:

@@ -31,7 +31,28 @@ class DataError(InvalidValue):
 
 
 class LossError(InvalidValue):
-    """The loss cannot be used: unknown name, not a scalar, not finite."""
+    """The loss cannot be used: unknown name, not a scalar, random, dependent on parameters."""
+
+
+class ForwardError(ModelError, DataError, RuntimeError):
+    """The model failed on the user's data; what torch raised is the `__cause__`.
+
+    Whether the model or the data are wrong cannot be known, so it is both. It is a `RuntimeError`
+    too, as most of what torch raises: code that runs a model on part of a batch, or laid out anew,
+    and goes another way when the model does not bear that, catches it as one. Running out of
+    memory is never wrapped, nor are errors of the user's own making.
+    """
+
+
+class CriterionError(LossError, DataError, RuntimeError):
+    """A user's loss failed on the outputs and targets; its own error is the `__cause__`."""
+
+
+class NoSecondDerivative(ModelError, LossError):
+    """An operation of the model or of the loss has no second derivative, which a Hessian needs.
+
+    What needs none can still be measured.
+    """
 
 
 class MissingDependency(SaltflatError, ImportError):

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from saltflat.errors import DataError, InvalidType, InvalidValue, LossError, nearest
+from saltflat.curvature.memory import ordinary
+from saltflat.errors import (
+    CriterionError,
+    DataError,
+    InvalidType,
+    InvalidValue,
+    LossError,
+    nearest,
+)
 
 LossLike = str | Callable[..., Tensor]
 
@@ -154,7 +163,7 @@ class CrossEntropy(Loss):
                 f"{tuple(outputs.shape)} in {where}; for a single logit use loss='bce'."
             )
         if targets.is_floating_point():
-            _check_shape(outputs, targets, self.name, where)
+            self._check_probabilities(outputs, targets, where)
             return
         if targets.dtype != torch.int64:
             raise DataError(
@@ -179,6 +188,20 @@ class CrossEntropy(Loss):
             raise DataError(
                 f"Target {int(targets[wrong][0])} in {where} is out of range: the model has "
                 f"{classes} outputs, so targets run from 0 to {classes - 1}."
+            )
+
+    def _check_probabilities(self, outputs: Tensor, targets: Tensor, where: str) -> None:
+        if targets.ndim < outputs.ndim:
+            raise DataError(
+                f"Class targets must be int64. Got {targets.dtype} of shape "
+                f"{tuple(targets.shape)} in {where}; convert them with targets.long(), or give "
+                f"probabilities of the outputs' shape {tuple(outputs.shape)}."
+            )
+        _check_shape(outputs, targets, self.name, where)
+        if (self.scale(outputs, targets) < 0).any():
+            raise DataError(
+                f"Class probabilities must not be negative. Those of a sample in {where} have a "
+                "negative sum."
             )
 
 
@@ -280,21 +303,59 @@ class NormalizedCrossEntropy(Loss):
             )
 
 
+class UserLoss:
+    """A user's callable. What it may depend on is the outputs and the targets, nothing else.
+
+    Attributes
+    ----------
+    measured : the parameters that are measured, by name. A loss that contains one of them is an
+        error, because its derivatives in the parameters are not those through the outputs alone.
+    missing : torch's words for the second derivative that it does not have; empty if it has one.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Tensor],
+        measured: Mapping[str, Tensor] | None = None,
+        missing: str = "",
+    ) -> None:
+        self.call = call
+        self.measured = measured or {}
+        self.missing = missing
+        self.name = describe(call)
+
+    def value(self, outputs: Tensor, targets: Any) -> Tensor:
+        """One number, differentiable in the outputs.
+
+        Where the outputs are cut off from the model, what its graph still reaches is looked at:
+        on every batch, since a loss may contain parameters on some of them only.
+        """
+        value = scalar(self.call, outputs, targets)
+        if outputs.grad_fn is None:
+            refuse_parameters(self.name, value, self.measured)
+        return value
+
+
 @final
-class CustomLoss(Loss):
+class CustomLoss(UserLoss, Loss):
     """A user's callable, found to be a mean or a sum over samples.
 
     Whether it is one is checked on every batch (see `curvature.factors`), because a weighted
     mean looks like a mean as long as the weights happen to agree.
     """
 
-    def __init__(self, call: Callable[..., Tensor], mean: bool) -> None:
-        self.call = call
+    def __init__(
+        self,
+        call: Callable[..., Tensor],
+        mean: bool,
+        measured: Mapping[str, Tensor] | None = None,
+        missing: str = "",
+    ) -> None:
+        super().__init__(call, measured, missing)
         self.mean = mean
-        self.name = describe(call)
 
     def total(self, outputs: Tensor, targets: Any) -> Tensor:
-        value = scalar(self.call, outputs, targets)
+        value = self.value(outputs, targets)
         return value * len(outputs) if self.mean else value
 
     def normaliser(self, outputs: Tensor, targets: Any) -> float:
@@ -302,15 +363,8 @@ class CustomLoss(Loss):
 
 
 @final
-class JointLoss:
+class JointLoss(UserLoss):
     """A user's callable that does not add up over samples: only the whole batch has a value."""
-
-    def __init__(self, call: Callable[..., Tensor]) -> None:
-        self.call = call
-        self.name = describe(call)
-
-    def value(self, outputs: Tensor, targets: Any) -> Tensor:
-        return scalar(self.call, outputs, targets)
 
 
 def divisor(loss: Loss, normaliser: float) -> float:
@@ -327,7 +381,15 @@ def describe(call: Callable[..., Any]) -> str:
 
 def scalar(call: Callable[..., Tensor], outputs: Tensor, targets: Any) -> Tensor:
     """Call a user's loss and insist on one number."""
-    value = call(outputs, targets)
+    try:
+        value = call(outputs, targets)
+    except Exception as error:
+        if not ordinary(error):
+            raise
+        raise CriterionError(
+            f"The loss {describe(call)} failed on {summary(outputs)} as outputs and "
+            f"{summary(targets)} as targets: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise LossError(
@@ -335,6 +397,72 @@ def scalar(call: Callable[..., Tensor], outputs: Tensor, targets: Any) -> Tensor
             "reduce it by its mean or sum."
         )
     return value.reshape(())
+
+
+def nodes(values: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of the graph that autograd keeps of some values, each once."""
+    waiting = [value.grad_fn for value in values if value.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def leaves(value: Tensor) -> Iterator[Tensor]:
+    """The tensors that a value was computed from and that autograd differentiates by."""
+    if value.grad_fn is None and value.requires_grad:
+        yield value
+    for node in nodes([value]):
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            yield variable
+
+
+def refuse_parameters(loss: str, value: Tensor, measured: Mapping[str, Tensor]) -> None:
+    """Refuse the loss if its value depends on measured parameters, other than by the outputs."""
+    if not value.requires_grad:
+        return
+    reached = {id(leaf) for leaf in leaves(value)}
+    names = [name for name, p in measured.items() if id(p) in reached]
+    if names:
+        raise LossError(
+            f"The loss {loss} depends on parameters of the model beside its outputs: "
+            f"{listed(names)}. Measured is the loss as a function of outputs and targets. Drop "
+            "weight decay from it and add its curvature to the result: λ‖θ‖² adds 2λ to every "
+            "entry of the diagonal and 2λ times the number of entries to the trace of each "
+            "block, λ/2 ‖θ‖² half of that. Move a temperature or a second forward pass into the "
+            "model, or freeze what is a constant (requires_grad=False)."
+        )
+
+
+def listed(names: list[str]) -> str:
+    """The first few names."""
+    rest = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def own_parameters(call: Callable[..., Any], value: Tensor, outputs: Tensor) -> list[str]:
+    """What else a loss's value depends on that could be trained: names, or shapes for want of them.
+
+    Only for a value in which no measured parameter was found.
+    """
+    names = {id(p): n for n, p in call.named_parameters()} if isinstance(call, nn.Module) else {}
+    others = [leaf for leaf in leaves(value) if leaf is not outputs]
+    return [names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}") for leaf in others]
+
+
+def summary(content: Any) -> str:
+    """What was passed, by dtypes and shapes: `float32 (6, 4)`, `{ids: int64 (2, 7)}`."""
+    if isinstance(content, Tensor):
+        return f"{str(content.dtype).removeprefix('torch.')} {tuple(content.shape)}"
+    if isinstance(content, Mapping):
+        return "{" + ", ".join(f"{k}: {summary(v)}" for k, v in content.items()) + "}"
+    if isinstance(content, tuple | list):
+        return "(" + ", ".join(map(summary, content)) + ")"
+    return type(content).__name__
 
 
 def _check_tensor(targets: Any, loss: str, where: str) -> None:

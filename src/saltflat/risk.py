@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.errors import DataError, InvalidType, InvalidValue, ModelError, nearest
-from saltflat.losses import JointLoss, Loss, LossLike, resolve
+from saltflat.curvature.memory import ordinary
+from saltflat.errors import (
+    DataError,
+    ForwardError,
+    InvalidType,
+    InvalidValue,
+    ModelError,
+    nearest,
+)
+from saltflat.losses import (
+    JointLoss,
+    Loss,
+    LossLike,
+    leaves,
+    listed,
+    refuse_parameters,
+    resolve,
+    summary,
+)
 from saltflat.session import RandomState, lend
-from saltflat.watch import Tally, Watch
+from saltflat.watch import Tally, Watch, in_memory, second_reading
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -43,20 +63,50 @@ class Batch:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch that holds the samples of all."""
+    """One batch that holds the samples of all.
+
+    What is not per sample (a mask) is that of the first: it must be the same in all, because two
+    graphs, say, with edges of their own do not make one by putting their nodes together.
+    """
     if len(batches) == 1:
         return batches[0]
-    sizes = [b.size for b in batches]
+    if not alike(batches):
+        raise DataError(
+            f"The batches cannot be taken as one: {batches[0].where} and another hold something "
+            "that is neither one row a sample nor the same in both, among "
+            f"{summary((batches[0].inputs, batches[0].targets))}. Samples that depend on each "
+            "other, and losses over all samples, need one batch; pass a single one."
+        )
 
     def cat(*leaves: Any) -> Any:
-        per_sample = all(
-            isinstance(t, Tensor) and t.ndim > 0 and len(t) == size
-            for t, size in zip(leaves, sizes, strict=True)
-        )
-        return torch.cat(leaves) if per_sample else leaves[0]
+        return torch.cat(leaves) if _per_sample(leaves, batches) else leaves[0]
 
     inputs, targets = tree_map(cat, *[(b.inputs, b.targets) for b in batches])
-    return Batch(inputs, targets, sum(sizes), "all batches")
+    return Batch(inputs, targets, sum(b.size for b in batches), "all batches")
+
+
+def alike(batches: Sequence[Batch]) -> bool:
+    """Whether what is not per sample is the same in all batches, so that they can be joined."""
+    content = [tree_leaves((b.inputs, b.targets)) for b in batches]
+    if len({len(leaves) for leaves in content}) > 1:
+        return False
+    return all(
+        _per_sample(leaves, batches) or all(_same(leaf, leaves[0]) for leaf in leaves[1:])
+        for leaves in zip(*content, strict=True)
+    )
+
+
+def _per_sample(leaves: Sequence[Any], batches: Sequence[Batch]) -> bool:
+    return all(
+        isinstance(t, Tensor) and t.ndim > 0 and len(t) == batch.size
+        for t, batch in zip(leaves, batches, strict=True)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    return a is b or (type(a) is type(b) and bool(a == b))
 
 
 @final
@@ -67,6 +117,7 @@ class Risk:
     ----------
     parameters : the measured parameters by name, in `named_parameters` order.
     frozen : names of the parameters that are not measured because they do not require gradients.
+    notes : what was found out about the loss, for whoever reads the result.
     """
 
     def __init__(
@@ -84,6 +135,7 @@ class Risk:
             raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         self.model = unwrap(model)
         self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
+        self.notes: list[str] = []
         self._items = _items(data)
         self._unpack = unpack or split_item
         self.output = output or logits
@@ -97,7 +149,11 @@ class Risk:
         self.dtype = _compute_dtype(everything.values(), dtype)
         self.device = next(iter(self.parameters.values())).device
         check_finite(everything)
-        self.watched = Watch()
+        _check_buffers(self.model)
+        if isinstance(self.loss, Loss):
+            _hold_fixed(self.loss, self.parameters)
+        self._steady = unpack is None and in_memory(self._items)
+        self.watched = Watch(on=not self._steady)
         self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
         self._start: RandomState | None = None
         self._passes = 0
@@ -117,7 +173,9 @@ class Risk:
         """One pass over the data, each batch on the model's device.
 
         Random generators are wound back first, so that every pass of a session sees the same
-        samples in the same order, shuffled or not.
+        samples in the same order, shuffled or not. That hides augmentation which draws from them:
+        after the first full pass the data are therefore read once more from another random state,
+        and must be the same samples. Only data held in a list or a tuple are not read twice.
         """
         assert self._start is not None, "only inside a session"
         if self._passes > 0:
@@ -125,26 +183,46 @@ class Risk:
         self._passes += 1
         empty = True
         tally = Tally()
-        for index, item in enumerate(self._items):
+        for batch in self._read(self._items, tally):
             empty = False
-            inputs, targets = self._unpack(item)
-            batch = self._batch(inputs, targets, f"batch {index}")
-            self.watched.see(tally, (batch.inputs, batch.targets), batch.size)
             yield batch
         if empty:
             raise DataError("The data are empty: there is no batch to measure.")
-        self.watched.end(tally)
+        if self.watched.end(tally) and not self._steady:
+            again = Tally()
+            for _ in self._read(second_reading(self._items, self._start), again):
+                pass
+            self._start.restore()
+            self.watched.end(again)
+
+    def _read(self, items: Iterable[Any], tally: Tally) -> Iterator[Batch]:
+        for index, item in enumerate(items):
+            batch = self._batch(item, f"batch {index}")
+            self.watched.see(tally, (batch.inputs, batch.targets), batch.size)
+            yield batch
 
     def forward(self, batch: Batch) -> Tensor:
-        """The model's outputs, one row a sample, checked."""
+        """The model's outputs, one row a sample, checked.
+
+        What torch raises in the model becomes a `ForwardError`, which is a `RuntimeError` too; want
+        of memory and errors of the user's own making pass as they are.
+        """
         inputs = batch.inputs
-        if isinstance(inputs, Tensor):
-            raw = self.model(inputs)
-        elif isinstance(inputs, Mapping):
-            raw = self.model(**inputs)
-        else:
-            raw = self.model(*inputs)
-        outputs = self.output(raw)
+        try:
+            if isinstance(inputs, Tensor):
+                raw = self.model(inputs)
+            elif isinstance(inputs, Mapping):
+                raw = self.model(**inputs)
+            else:
+                raw = self.model(*inputs)
+            outputs = self.output(raw)
+        except Exception as error:
+            if not ordinary(error):
+                raise
+            raise ForwardError(
+                f"The model failed on {batch.where}, given {summary(inputs)}: "
+                f"{type(error).__name__}: {error}{self._advice(str(error), inputs)}"
+            ) from error
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
             raise ModelError("The outputs must be a floating point tensor; pass output=callable.")
         if outputs.ndim == 0 or len(outputs) != batch.size:
@@ -153,6 +231,30 @@ class Risk:
                 f"Got outputs of shape {tuple(outputs.shape)}; pass output=callable to choose them."
             )
         return outputs
+
+    def _advice(self, words: str, inputs: Any) -> str:
+        """What to do about dtypes that do not go together, if that is what torch complains of."""
+        if not _DTYPES.search(words):
+            return ""
+        own = self.dtype or next(p.dtype for p in self.parameters.values())
+        given = {t.dtype for t in tree_leaves(inputs) if isinstance(t, Tensor)} - {torch.bool}
+        if "indices" in words:
+            return "\nToken ids and other indices must be int64: convert them with .long()."
+        if given and not any(dtype.is_floating_point for dtype in given):
+            return (
+                f"\nThe inputs are integers and the model computes in {own}: convert them, e.g. "
+                "images by x.float() / 255."
+            )
+        if other := [d for d in given if d.is_floating_point and d != own]:
+            return (
+                f"\nThe inputs are {other[0]} and the model computes in {own}: convert them, or "
+                f"pass dtype={other[0]} to compute in that."
+            )
+        return (
+            f"\nThe model casts to another dtype in its forward pass and cannot be measured in "
+            f"{own}: cast to that of the weights instead, as in x.to(self.weight.dtype), or pass "
+            "dtype= the one that it computes in."
+        )
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Refuse outputs that are not finite and targets that do not fit them."""
@@ -170,20 +272,54 @@ class Risk:
             "are finite: it overflows. Measure it in a wider dtype (dtype=torch.float64)."
         )
 
-    def _batch(self, inputs: Any, targets: Any, where: str) -> Batch:
+    def _batch(self, item: Any, where: str) -> Batch:
+        inputs, targets = self._split(item, where)
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        size = _size(inputs, targets, where)
+        inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
+        targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
+        return Batch(inputs, targets, _size(inputs, targets, where), where)
 
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if leaf.is_inference():
-                leaf = leaf.clone()  # autograd cannot save an inference tensor
-            floating = self.dtype is not None and leaf.is_floating_point()
-            return leaf.to(self.device, self.dtype if floating else None)
+    def _split(self, item: Any, where: str) -> tuple[Any, Any]:
+        try:
+            pair = self._unpack(item)
+        except Exception as error:
+            if not ordinary(error):
+                raise
+            raise DataError(
+                f"unpack failed on {where}, given {summary(item)}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DataError(f"unpack must return (inputs, targets). Got {summary(pair)}.")
+        return pair[0], pair[1]
 
-        inputs, targets = tree_map(place, (inputs, targets))
-        return Batch(inputs, targets, size, where)
+    def _place(self, leaf: Any, what: str) -> Any:
+        """A tensor or numpy array, on the model's device and in the dtype of the computation."""
+        if isinstance(leaf, np.ndarray):
+            leaf = _from_numpy(leaf, what)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_meta:
+            raise DataError(f"The {what} are meta tensors, which have no values.")
+        if leaf.grad_fn is not None:
+            leaf = self._constant(leaf, what)
+        if leaf.is_inference():
+            leaf = leaf.clone()  # autograd cannot save an inference tensor
+        floating = self.dtype is not None and leaf.is_floating_point()
+        return leaf.to(self.device, self.dtype if floating else None)
+
+    def _constant(self, leaf: Tensor, what: str) -> Tensor:
+        """The tensor without its graph, which must not come from the measured parameters."""
+        reached = {id(t) for t in leaves(leaf)}
+        if names := [name for name, p in self.parameters.items() if id(p) in reached]:
+            raise DataError(
+                f"The {what} are computed from parameters that are measured: {listed(names)}. "
+                "Data are constants: compute them under torch.no_grad(), or inside the model."
+            )
+        return leaf.detach()
+
+
+# How torch says that dtypes do not go together, in its many operations.
+_DTYPES = re.compile(r"dtype|scalar type|data type|[Ii]nput type|not implemented for '|same type")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -232,16 +368,20 @@ def logits(raw: Any) -> Tensor:
 
 def _items(data: Any) -> Iterable[Any]:
     """The data as something that can be iterated again and again."""
-    if isinstance(data, Tensor):
-        raise InvalidType("The data need targets too. Got one tensor; pass (inputs, targets).")
+    if isinstance(data, Tensor | np.ndarray):
+        kind = type(data).__name__
+        raise InvalidType(f"The data need targets too. Got one {kind}; pass (inputs, targets).")
     if isinstance(data, Mapping):
         return [data]
+    arrays = Tensor | np.ndarray
     if (
         isinstance(data, tuple | list)
         and len(data) == 2
-        and any(isinstance(part, Tensor) for part in data)
+        and any(isinstance(part, arrays) for part in data)
     ):
         return [tuple(data)]
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return _loader(data)
     if isinstance(data, Iterator):
         raise InvalidType(
             f"The data must be iterable more than once. Got {type(data).__name__}, which can be "
@@ -254,6 +394,39 @@ def _items(data: Any) -> Iterable[Any]:
         )
     items: Iterable[Any] = data
     return items
+
+
+def _loader(dataset: Dataset[Any]) -> DataLoader[Any]:
+    """A dataset that comes without a loader, in batches."""
+    if not hasattr(dataset, "__len__"):
+        raise InvalidType(
+            f"A dataset must have a length to be read. {type(dataset).__name__} has none; pass a "
+            "DataLoader with a sampler."
+        )
+    return DataLoader(dataset, batch_size=_DATASET_BATCH, collate_fn=_collated)
+
+
+_DATASET_BATCH = 128  # samples
+
+
+def _collated(samples: list[Any]) -> Any:
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        raise DataError(
+            f"The samples of the dataset do not make a batch: {error}. Got {summary(samples[0])} "
+            "as the first; pass a DataLoader with a collate_fn."
+        ) from error
+
+
+def _from_numpy(array: np.ndarray[Any, Any], what: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    except TypeError as error:
+        raise DataError(
+            f"The {what} are a numpy array that cannot be a tensor. Got dtype {array.dtype}; "
+            "convert it to numbers."
+        ) from error
 
 
 def _size(inputs: Any, targets: Any, where: str) -> int:
@@ -325,6 +498,21 @@ def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> No
         )
         if problem:
             raise ModelError(f"Parameter {name!r} cannot be measured: it is {problem}.")
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(f"Buffer {name!r} is a meta tensor without values: load the model.")
+
+
+def _hold_fixed(loss: Loss, measured: Mapping[str, Tensor]) -> None:
+    """Take the tensors of a loss (class weights) for constants, which they must be."""
+    for name, value in vars(loss).items():
+        if isinstance(value, Tensor):
+            if any(value is p for p in measured.values()) or value.grad_fn is not None:
+                refuse_parameters(loss.name, value, measured)
+            setattr(loss, name, value.detach())
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:

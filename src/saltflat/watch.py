@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from saltflat.errors import DataError
+from saltflat.session import RandomState
 
 _WORD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed integer
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -38,8 +45,8 @@ class Watch:
     does not matter; integers wrap around, so that rounding does not either.
     """
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, *, on: bool = False) -> None:
+        self.on = on
         self.first: Tally | None = None  # the first full pass
         self._words: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -59,17 +66,21 @@ class Watch:
         tally.batches += 1
         tally.largest = max(tally.largest, size)
 
-    def end(self, tally: Tally) -> None:
+    def end(self, tally: Tally) -> bool:
+        """A pass is over: whether it was the first; an error if it differs from the first."""
         if not self.on:
-            return
+            return False
         if self.first is None:
             self.first = tally
-        elif tally.checksum != self.first.checksum:
+            return True
+        if tally.checksum != self.first.checksum:
             raise ChangedData(
                 f"The data differ between two passes ({self.first.samples} samples, then "
-                f"{tally.samples}): random augmentation, perhaps. What is measured needs several "
-                "passes over the same samples; switch the augmentation off, or pass list(loader)."
+                f"{tally.samples}): random augmentation, perhaps. What is measured must be the "
+                "same samples on every pass, whatever the state of the random generators; switch "
+                "the augmentation off, or pass list(loader)."
             )
+        return False
 
     def _hash(self, leaf: Tensor) -> Tensor:
         """One integer a sample, from the bytes of its entries, eight at a time."""
@@ -93,3 +104,116 @@ class Watch:
             words = torch.randint(-(2**62), 2**62, (size,), generator=generator) * 2 + 1
             self._words[key] = words.to(device)
         return self._words[key]
+
+
+def in_memory(data: Iterable[Any]) -> bool:
+    """Whether passes cannot differ: the batches are held in a list or a tuple."""
+    return getattr(type(data), "__iter__", None) in (list.__iter__, tuple.__iter__)
+
+
+def second_reading(data: Iterable[Any], state: RandomState) -> Iterable[Any]:
+    """The data once more, drawn from another random state than `state`.
+
+    A sampler's order is kept, so that batches that are padded to their longest sample come out the
+    same: only what is drawn for the samples themselves (augmentation) differs. That the sampler
+    draws the same samples from either state, in whatever order, is checked here, without reading
+    them.
+    """
+    if not _has_sampler(data):
+        disturb(state)
+        return data
+    assert isinstance(data, DataLoader)
+    state.restore()
+    order = _order(data)
+    samples = _multiset(order)
+    # Two draws of few samples may agree by chance; several hardly do, and cost next to nothing.
+    for k in range(1 + min(7, _DRAWN // (1 + samples.total()))):
+        disturb(state, k)
+        if _multiset(_order(data)) != samples:
+            raise ChangedData(
+                f"The data differ between two passes: {_sampling(data)}. What is measured must be "
+                "the same samples on every pass; give a loader without it, or pass list(loader)."
+            )
+    disturb(state)
+    return _in_order(data, order)
+
+
+_DRAWN = 10_000  # indices
+
+
+def disturb(state: RandomState, which: int = 0) -> None:
+    """Put every generator that `state` knows into another state; its `restore` undoes that."""
+    seed = (torch.initial_seed() ^ (0x5A17F1A7 + which)) % 2**63
+    torch.default_generator.manual_seed(seed)
+    if state.cuda is not None:
+        with torch.cuda.device(state.device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    for generator, _ in state.own:
+        generator.manual_seed(seed)
+
+
+def _has_sampler(data: Iterable[Any]) -> bool:
+    """Whether it is torch's DataLoader over a dataset that is indexed, read in the usual way."""
+    return (
+        isinstance(data, DataLoader)
+        and type(data).__iter__ is DataLoader.__iter__
+        and not isinstance(data.dataset, IterableDataset)
+    )
+
+
+@final
+class _Indices:
+    """A dataset whose samples are their own indices."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+def _sampler(loader: DataLoader[Any], order: list[Any] | None = None) -> dict[str, Any]:
+    """What makes a DataLoader draw as this one does, or in a given order."""
+    if loader.batch_sampler is not None:
+        return {"batch_sampler": loader.batch_sampler if order is None else order}
+    return {"sampler": loader.sampler if order is None else order, "batch_size": None}
+
+
+def _order(loader: DataLoader[Any]) -> list[Any]:
+    """The indices that a pass over the loader reads, with its own random numbers."""
+    indices: Any = _Indices()
+    drawn = _sampler(loader)
+    return list(DataLoader(indices, **drawn, collate_fn=_itself, generator=loader.generator))
+
+
+def _itself(batch: Any) -> Any:
+    return batch
+
+
+def _in_order(loader: DataLoader[Any], order: list[Any]) -> DataLoader[Any]:
+    """The loader with its samples in a fixed order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of too many workers: the loader's maker was told
+        return DataLoader(
+            loader.dataset,
+            **_sampler(loader, order),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+        )
+
+
+def _multiset(order: list[Any]) -> Counter[Any]:
+    return Counter(i.item() if isinstance(i, Tensor) else i for i in tree_leaves(order))
+
+
+def _sampling(loader: DataLoader[Any]) -> str:
+    """What draws other samples each time, in words."""
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler) and loader.drop_last and not sampler.replacement:
+        return "shuffle=True with drop_last=True leaves out other samples on every pass"
+    own = type(loader.batch_sampler) is torch.utils.data.BatchSampler
+    who = sampler if own or loader.batch_sampler is None else loader.batch_sampler
+    return f"{type(who).__name__} draws other samples on every pass"

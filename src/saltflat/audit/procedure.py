@@ -19,12 +19,12 @@ from saltflat.curvature.functions import checked_settings
 from saltflat.curvature.products import Curvature
 from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.losses import LossLike
+from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measures import MEASURES
 from saltflat.measures.base import Measure
 from saltflat.measures.planner import chosen_measures, estimator_of
 from saltflat.report.progress import Callback, reporting
-from saltflat.risk import Output, Risk, Unpack, unwrap
+from saltflat.risk import Batch, Output, Risk, Unpack, unwrap
 from saltflat.symmetries.find import symmetries
 from saltflat.symmetries.rescale import duplicate
 
@@ -179,10 +179,22 @@ def _prepared(
     )
     for name, p in wide.named_parameters():
         p.requires_grad_(name in risk.parameters)
-    if example is not None:
+    if example is not None and isinstance(risk.loss, Loss):
         return wide, example
     with risk.session():
-        return wide, next(risk.batches()).part(0, _SAMPLES).inputs
+        few = next(risk.batches()).part(0, _SAMPLES)
+        _check_loss(risk, few, unwrap(model))
+    return wide, few.inputs if example is None else example
+
+
+def _check_loss(risk: Risk, few: Batch, model: nn.Module) -> None:
+    """Refuse a loss that contains parameters of the model itself, which its copies do not share."""
+    if isinstance(risk.loss, Loss | JointLoss):
+        return
+    with torch.no_grad():
+        outputs = risk.forward(few)
+    value = scalar(risk.loss, outputs, few.targets)
+    refuse_parameters(describe(risk.loss), value, dict(model.named_parameters()))
 
 
 def _split(

@@ -20,7 +20,7 @@ from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure
 from saltflat.measures.engine import CurvatureEngine
-from saltflat.measures.planner import attempt, kinds_of
+from saltflat.measures.planner import attempt, kinds_of, shared_quantities
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState
 from saltflat.symmetries.group import Group
@@ -70,7 +70,7 @@ class Panel:
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kinds = frozenset[Quantity]().union(*(kinds_of(m) for m in self.measures))
-            quantities = engine.quantities(kinds) if kinds else {}
+            quantities, _ = shared_quantities(engine, kinds, lenient=True)
             # A rescaled model has the same rescalings, so they need not be found again.
             context = Context(risk, engine.layers(), quantities, self.seed, engine, self.group)
             for measure in self.measures:

@@ -8,24 +8,32 @@ with random signs into one or two directions whose outer product is B on average
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 
-from saltflat.errors import DataError
+from saltflat.curvature.memory import ordinary
+from saltflat.errors import DataError, LossError, NoSecondDerivative
 from saltflat.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
+    JointLoss,
     Loss,
     MeanSquaredError,
+    UserLoss,
+    nodes,
     scalar,
 )
-from saltflat.risk import Batch, join
+from saltflat.risk import Batch, alike, join
 
 
 class Factor(ABC):
@@ -205,6 +213,7 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
         return SoftmaxFactor(loss, outputs, batch.targets)
     if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
+    check_derivatives(loss)
     if sketched:
         return ProductFactor(loss, outputs, batch.targets)
     try:
@@ -212,7 +221,7 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
     except RuntimeError:  # the loss holds tensors of another dtype
         hessian = output_hessian(loss, outputs, batch, outputs.dtype)
     if not torch.isfinite(hessian).all():
-        raise DataError(
+        raise NoSecondDerivative(
             f"The second derivative of the loss {loss.name} is not finite on {batch.where}."
         )
     return DenseFactor(hessian, outputs)
@@ -223,7 +232,9 @@ def output_product(
 ) -> Tensor:
     """B v by differentiating the loss twice in the outputs."""
     o = outputs.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(total(o, targets), o, create_graph=True)
+    value = total(o, targets)
+    insist_on_derivatives(value, [o])
+    (gradient,) = torch.autograd.grad(value, o, create_graph=True)
     if not gradient.requires_grad:
         return torch.zeros_like(outputs)
     (product,) = torch.autograd.grad(gradient, o, vector, allow_unused=True)
@@ -255,20 +266,123 @@ class NotAdditive(Exception):
     """A loss that was taken for a mean or sum over samples turned out not to be one."""
 
 
-def classify(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> Loss | None:
-    """A user's loss as a mean or a sum over samples, or None if it is neither.
+def classify(
+    call: Callable[..., Tensor],
+    outputs: Tensor,
+    batch: Batch,
+    measured: Mapping[str, Tensor] | None = None,
+) -> CustomLoss | JointLoss:
+    """A user's loss as a mean or a sum over samples, or as one that only all have together.
 
     Compared on mixtures of neighbouring outputs, which keep to the loss's domain and where
     accidental agreement would be a coincidence.
     """
+    missing = _missing_derivative(call, outputs, batch)
     if batch.size == 1:  # a mean and a sum differ only from two samples on
         batch, outputs = join([batch, batch]), torch.cat([outputs, outputs])
     mixed = torch.lerp(outputs.detach(), outputs.detach().roll(1, 0), 0.1)
     for mean in (True, False):
-        candidate = CustomLoss(call, mean)
+        candidate = CustomLoss(call, mean, measured, missing)
         if _adds_up(candidate, Batch(mixed, batch.targets, batch.size, batch.where)):
             return candidate
-    return None
+    return JointLoss(call, measured, missing)
+
+
+def _missing_derivative(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> str:
+    """What torch says of a loss that cannot be differentiated twice; empty for one that can."""
+    try:
+        output_product(partial(scalar, call), outputs, batch.targets, torch.ones_like(outputs))
+    except RuntimeError as error:
+        if not lacks_derivative(error):
+            raise
+        return str(error).splitlines()[0]
+    return ""
+
+
+def lacks_derivative(error: RuntimeError) -> bool:
+    """Whether torch says that an operation cannot be differentiated (again)."""
+    said = any(words in str(error) for words in _NO_DERIVATIVE)
+    return ordinary(error) and (said or isinstance(error, NotImplementedError))
+
+
+_NO_DERIVATIVE = (
+    "derivative",
+    "double backward",
+    "differentiate twice",
+    "automatic differentiation",
+)
+
+
+def insist_on_derivatives(value: Tensor, by: Iterable[Tensor]) -> None:
+    """Fail where a function marked `once_differentiable` lies between a value and some tensors.
+
+    Torch means to raise an error when its gradient is differentiated, and does so in `backward()`
+    only: `torch.autograd.grad` finds no way through it to what it differentiates by, and gives
+    zero.
+    """
+    above: dict[Node, list[Node]] = {}
+    waiting = []
+    wanted = {id(t) for t in by}
+    for node in nodes([value]):
+        for following, _ in node.next_functions:
+            if following is not None:
+                above.setdefault(following, []).append(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            waiting.append(node)
+    seen = set(waiting)
+    while waiting:
+        for node in above.get(waiting.pop(), ()):
+            function = getattr(node, "_forward_cls", None)
+            if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE:
+                raise RuntimeError(
+                    f"cannot differentiate twice {node.name()}, which is marked "
+                    "@once_differentiable"
+                )
+            if node not in seen:
+                seen.add(node)
+                waiting.append(node)
+
+
+# What `once_differentiable` wraps around every function is one and the same code.
+_ONCE = once_differentiable(lambda context, *gradients: gradients).__code__
+
+
+@contextmanager
+def derivatives_explained() -> Iterator[None]:
+    """Torch's own error about a derivative that it does not have, as one of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_derivative(error):
+            raise
+        raise NoSecondDerivative(
+            "An operation of the model or of the loss cannot be differentiated as often as it must "
+            f"be ({(str(error) or type(error).__name__).splitlines()[0]}). Write it with "
+            "operations that can."
+        ) from error
+
+
+def check_derivatives(loss: object) -> None:
+    """Refuse a user's loss that cannot be differentiated twice."""
+    if isinstance(loss, UserLoss) and loss.missing:
+        raise NoSecondDerivative(
+            f"The loss {loss.name} has no second derivative in torch ({loss.missing}), which "
+            "Hessian and Gauss–Newton matrix need. Write it with operations that have one, e.g. "
+            "a margin loss as (margin - o.gather(1, y) + o).clamp(min=0), or use measures that "
+            "need none: delta_sharpness, sam_sharpness, adaptive_sharpness, fisher_rao_norm."
+        )
+
+
+def repeats(loss: str, first: Tensor, second: Tensor, where: str) -> None:
+    """Refuse a loss with two values on the same outputs, up to the order of a GPU's sums."""
+    tolerance = 1e-12 if first.dtype == torch.float64 else 1e-5
+    before, after = first.item(), second.item()
+    if not abs(before - after) <= tolerance * abs(before):
+        raise LossError(
+            f"The loss {loss} is random, or has a state: on the same outputs and targets of "
+            f"{where} it is first {before:.6g}, then {after:.6g}. Switch its dropout or noise "
+            "off, or draw it once and hold it fixed."
+        )
 
 
 @final
@@ -288,9 +402,10 @@ class Additivity:
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Look at one chunk."""
         here = Batch(outputs.detach(), batch.targets, batch.size, batch.where)
-        value = scalar(self.loss.call, here.inputs, here.targets)
+        value, again = (self.loss.value(here.inputs, here.targets) for _ in range(2))
         if not torch.isfinite(value):
             raise DataError(f"The loss {self.loss.name} is not finite on {batch.where}.")
+        repeats(self.loss.name, value, again, batch.where)
         self._insist(here)
         alike = not self.gallery or self.gallery[0].inputs.shape[1:] == outputs.shape[1:]
         if alike and self.entries + outputs.numel() <= _GALLERY:
@@ -299,7 +414,7 @@ class Additivity:
 
     def finish(self) -> None:
         """Look at all of them together."""
-        if len(self.gallery) > 1:
+        if len(self.gallery) > 1 and alike(self.gallery):
             self._insist(join(self.gallery))
 
     def _insist(self, samples: Batch) -> None:
@@ -327,17 +442,30 @@ def _adds_up(loss: CustomLoss, samples: Batch) -> bool:
 def _apart(loss: CustomLoss, samples: Batch) -> bool:
     """Whether no two samples interact: B z stays where z is, for halves that part every pair.
 
-    Two samples differ in some binary digit of their positions, so log₂ n halves suffice.
+    Two samples differ in some binary digit of their positions, so log₂ n halves suffice. Where B is
+    not to be had, the gradient's change from outputs to outputs + z takes the place of B z.
     """
     n, outputs = samples.size, samples.inputs
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(outputs.shape, generator=generator).to(outputs)
     index = torch.arange(n, device=outputs.device)
+    change = _gradient_change if loss.missing else output_product
     for digit in range((n - 1).bit_length()):
         half = (index >> digit) & 1 == 1
         shape = (-1, *[1] * (outputs.ndim - 1))
-        product = output_product(loss.total, outputs, samples.targets, z * half.reshape(shape))
+        product = change(loss.total, outputs, samples.targets, z * half.reshape(shape))
         tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
         if product[~half].abs().max() > tolerance * product.abs().max():
             return False
     return True
+
+
+def _gradient_change(
+    total: Callable[[Tensor, Any], Tensor], outputs: Tensor, targets: Any, vector: Tensor
+) -> Tensor:
+    """How the loss's gradient changes when the outputs move by a vector."""
+    ends = []
+    for at in (outputs.detach().clone(), outputs.detach() + vector):
+        (gradient,) = torch.autograd.grad(total(at.requires_grad_(), targets), at)
+        ends.append(gradient)
+    return ends[1] - ends[0]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from saltflat.curvature.blocks import Blocks, Found
+from saltflat.curvature.factors import derivatives_explained
 from saltflat.curvature.products import Curvature
 from saltflat.curvature.settings import Certify, Settings
 from saltflat.curvature.stochastic import Estimator, Hutchinson, XTrace
@@ -41,9 +42,11 @@ def trace(
     Parameters
     ----------
     model : any `torch.nn.Module`; it is measured in evaluation mode and left as it was found.
-    data : a DataLoader, a pair (inputs, targets), or any re-iterable of such pairs.
+    data : a DataLoader, a pair (inputs, targets) of tensors or numpy arrays, any re-iterable of
+        such pairs, or a map-style Dataset, which is read in batches of 128. All but a pair and a
+        list are read once more from another random state, to see that they are the same samples.
     loss : a name ("cross_entropy", "mse", "bce", "normalized_cross_entropy"), a module, or any
-        twice differentiable callable of outputs and targets.
+        twice differentiable callable of outputs and targets, and of nothing else that is measured.
     curvature : "hessian" or "ggn".
     parameters : "trainable", "all" (frozen ones too) or a list of names.
     estimator : `Hutchinson` (default) or `XTrace`, for what cannot be had exactly.
@@ -116,14 +119,14 @@ def max_eigenvalue(
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(1000, memory_budget, "proof")
     blocks = Blocks(risk, frozenset(), curvature, Hutchinson(), settings)
-    with risk.session():
+    with risk.session(), derivatives_explained():
         return Eigenvalue(*blocks.largest_eigenvalue(list(risk.parameters), tol, seed), curvature)
 
 
 def _find(
     risk: Risk, kind: Quantity, curvature: Curvature, estimator: Estimator, settings: Settings
 ) -> Found:
-    with risk.session():
+    with risk.session(), derivatives_explained():
         found = Blocks(risk, frozenset({kind}), curvature, estimator, settings).find()
     for warning in found.warnings:
         warnings.warn(warning, stacklevel=3)
@@ -135,7 +138,8 @@ def _summary(
 ) -> tuple[float, float, str, Certificate | None, tuple[str, ...], tuple[str, ...]]:
     """What a result holds beside its details."""
     total, stderr = found.totals.get(kind, 0.0), found.errors.get(kind, 0.0)
-    return total, stderr, curvature, found.certificate, risk.frozen, tuple(found.notes)
+    notes = (*risk.notes, *found.notes)
+    return total, stderr, curvature, found.certificate, risk.frozen, notes
 
 
 def checked_settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:

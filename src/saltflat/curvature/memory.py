@@ -7,12 +7,26 @@ from typing import TypeVar
 
 import torch
 
+from saltflat.errors import SaltflatError
+
 Result = TypeVar("Result")
 
 
 def out_of_memory(error: RuntimeError) -> bool:
     """Whether torch could not allocate, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def ordinary(error: Exception) -> bool:
+    """Whether an error out of a user's code is of torch's kinds, and not for want of memory.
+
+    Errors of the user's own making, and those of saltflat, pass as they are.
+    """
+    kinds = RuntimeError | TypeError | ValueError | IndexError | AttributeError
+    theirs = type(error).__module__.partition(".")[0] in ("builtins", "torch")
+    if isinstance(error, SaltflatError) or not (theirs and isinstance(error, kinds)):
+        return False
+    return not (isinstance(error, RuntimeError) and out_of_memory(error))
 
 
 def halving(call: Callable[[int], Result], size: int) -> Result:

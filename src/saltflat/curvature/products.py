@@ -13,19 +13,21 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.factors import Additivity, output_product
+from saltflat.curvature.factors import (
+    Additivity,
+    check_derivatives,
+    insist_on_derivatives,
+    lacks_derivative,
+    output_product,
+)
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
-from saltflat.errors import DataError, ModelError
+from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch, Risk, join
 
 Curvature = Literal["hessian", "ggn"]
 Vector = Mapping[str, Tensor]
-
-
-# What torch says where an operation cannot be differentiated a second time.
-_NOT_TWICE = ("derivative", "double backward", "automatic differentiation")
 
 
 @final
@@ -46,20 +48,24 @@ class Products:
         self.chunk = chunk
         # A user's loss is checked on the first pass over the data.
         self._unchecked = isinstance(risk.loss, CustomLoss)
+        self._calls = 0
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
+        check_derivatives(self.risk.loss)
         v = [vector[name].to(p) for name, p in self.parameters.items()]
         try:
             while (sums := self._attempt(v)) is None:
                 self.chunk //= 2
         except RuntimeError as error:
-            if any(words in str(error) for words in _NOT_TWICE):
-                raise ModelError(
-                    "The model has no second derivative, which the Hessian needs "
-                    f"({str(error).splitlines()[0]}). Use curvature='ggn'."
+            if lacks_derivative(error):
+                raise NoSecondDerivative(
+                    "The model has no second derivative, which products with the Hessian need "
+                    f"({str(error).splitlines()[0]}). Use curvature='ggn' and a loss that is a "
+                    "mean or a sum over samples."
                 ) from error
             raise
+        self._calls += 1
         return dict(zip(self.parameters, sums, strict=True))
 
     def _attempt(self, v: list[Tensor]) -> list[Tensor] | None:
@@ -143,6 +149,8 @@ class Products:
         with Safe():
             outputs = self.risk.forward(batch)
         self.risk.check(outputs, batch)
+        if self._calls == 0:  # later products have the same graphs
+            insist_on_derivatives(outputs, self.parameters.values())
         return outputs
 
     def _zeros(self) -> list[Tensor]:

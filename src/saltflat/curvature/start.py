@@ -10,13 +10,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature.certify import plan_for
-from saltflat.curvature.factors import classify
+from saltflat.curvature.factors import classify, repeats
 from saltflat.curvature.memory import halving
 from saltflat.curvature.plan import Plan
 from saltflat.curvature.settings import Settings
-from saltflat.errors import DataError
-from saltflat.losses import CustomLoss, JointLoss, Loss, scalar
-from saltflat.risk import Batch, Risk, join
+from saltflat.errors import DataError, LossError
+from saltflat.losses import (
+    CustomLoss,
+    JointLoss,
+    Loss,
+    describe,
+    leaves,
+    listed,
+    own_parameters,
+    refuse_parameters,
+    scalar,
+)
+from saltflat.risk import Batch, Risk, alike, join
 
 
 def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
@@ -29,19 +39,37 @@ def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
     if isinstance(risk.loss, Loss | JointLoss):
         return plan
     few, outputs = halving(lambda wanted: _few(risk, first, wanted), 8)
-    with torch.no_grad():
-        value = scalar(risk.loss, outputs, few.targets)
+    _look_at_loss(risk, outputs, few)
+    risk.loss = classify(risk.loss, outputs, few, risk.parameters)
+    return plan
+
+
+def _look_at_loss(risk: Risk, outputs: Tensor, few: Batch) -> None:
+    """Refuse a user's loss that is not a function of outputs and targets alone."""
+    assert not isinstance(risk.loss, Loss | JointLoss)
+    call, name = risk.loss, describe(risk.loss)
+    at = outputs.detach().requires_grad_()
+    with torch.enable_grad():
+        value = scalar(call, at, few.targets)
     if not torch.isfinite(value):
         raise DataError(f"The loss is not finite on {few.where}.")
-    kind = classify(risk.loss, outputs, few)
-    risk.loss = JointLoss(risk.loss) if kind is None else kind
-    return plan
+    refuse_parameters(name, value, risk.parameters)
+    repeats(name, value, scalar(call, at, few.targets), few.where)
+    if all(leaf is not at for leaf in leaves(value)):
+        raise LossError(
+            f"The loss {name} does not depend on the outputs by operations that autograd follows, "
+            f"on {few.where}: it has no derivative to measure. Look for argmax, item() or numpy."
+        )
+    if own := own_parameters(call, value, at):
+        risk.notes.append(
+            f"the loss {name} has parameters of its own, held fixed and not measured: {listed(own)}"
+        )
 
 
 def give_up_on_samples(risk: Risk) -> None:
     """Take the loss for one that only all samples together have."""
     assert isinstance(risk.loss, CustomLoss)
-    risk.loss = JointLoss(risk.loss.call)
+    risk.loss = JointLoss(risk.loss.call, risk.loss.measured, risk.loss.missing)
 
 
 def _few(risk: Risk, first: Batch, wanted: int) -> tuple[Batch, Tensor]:
@@ -57,7 +85,7 @@ def _gather(risk: Risk, first: Batch, wanted: int) -> Batch:
     if first.size < wanted:
         shapes = [t.shape[1:] for t in tree_leaves(first.inputs) if isinstance(t, Tensor)]
         for batch in islice(risk.batches(), 1, wanted):
-            leaves = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
-            if [t.shape[1:] for t in leaves] == shapes:
+            inputs = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
+            if [t.shape[1:] for t in inputs] == shapes and alike([first, batch]):
                 gathered.append(batch.part(0, wanted))
     return join(gathered).part(0, wanted)

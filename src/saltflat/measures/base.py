@@ -103,7 +103,8 @@ class Context:
     """One model under measurement; the model is lent, so it may be run and perturbed.
 
     `quantities` holds what the measures said they need, each computed once; `quantity` computes
-    another when it turns out to be needed.
+    another when it turns out to be needed. `failures` says why one could not be computed, so that
+    it is tried once only.
     """
 
     risk: Risk
@@ -112,6 +113,7 @@ class Context:
     seed: int = 0
     engine: Engine | None = None
     _group: Group | None = None
+    failures: dict[Kind, Exception] = field(default_factory=dict)
 
     @property
     def group(self) -> Group:
@@ -124,9 +126,15 @@ class Context:
         return self._group
 
     def quantity(self, kind: Kind) -> Quantity:
+        if kind in self.failures:
+            raise self.failures[kind]
         if kind not in self.quantities:
             assert self.engine is not None
-            self.quantities.update(self.engine.quantities(frozenset({kind})))
+            try:
+                self.quantities.update(self.engine.quantities(frozenset({kind})))
+            except (SaltflatError, RuntimeError) as error:
+                self.failures[kind] = error
+                raise
         if kind not in self.quantities:
             raise NotApplicable(
                 "It needs the gradients of single samples, which this model or loss does not have: "

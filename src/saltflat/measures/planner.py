@@ -5,27 +5,40 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import nn
 
+from saltflat.curvature.factors import derivatives_explained
 from saltflat.curvature.functions import checked_settings
 from saltflat.curvature.products import Curvature
 from saltflat.curvature.quantities import CURVATURE, FISHER, Kind
 from saltflat.curvature.settings import Certify
 from saltflat.curvature.stochastic import Hutchinson
-from saltflat.errors import InvalidType, InvalidValue, SaltflatError, nearest
+from saltflat.errors import (
+    InvalidType,
+    InvalidValue,
+    MissingDependency,
+    NoSecondDerivative,
+    SaltflatError,
+    nearest,
+)
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
-from saltflat.measures.base import Context, Measure, NotApplicable
+from saltflat.measures.base import Context, Measure, NotApplicable, Quantity
 from saltflat.measures.engine import CurvatureEngine
 from saltflat.measures.provenance import provenance
 from saltflat.report import Comparison, Report
 from saltflat.report.progress import Callback, reporting
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.watch import ChangedData
+
+
+@final
+class Lenient(tuple[Measure, ...]):
+    """Measures that are left out with the reason where they fail, as those of `measures=None`."""
 
 
 def measure(
@@ -52,8 +65,8 @@ def measure(
     ----------
     model, data, loss : as in `trace`; the model is left exactly as it was found.
     measures : names or configured measures, e.g. `["rho", NormalizedSharpness(lam=1.0)]`; all of
-        them by default. One that does not apply to the model is then listed with the reason; one
-        that was named is an error.
+        them by default. One that does not apply to the model, or cannot be computed, is then
+        listed with the reason; one that was named is an error.
     estimator : `Hutchinson(…)`, for what cannot be had exactly.
     seed : of the searches and estimates.
     progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
@@ -65,25 +78,28 @@ def measure(
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     risk.watched.on = True
     engine = CurvatureEngine(risk, curvature, strategy, settings, seed)
+    lenient = measures is None or isinstance(measures, Lenient)
     seconds: dict[str, float] = {}
     done: dict[str, Measurement] = {}
     skipped: dict[str, str] = {}
-    with reporting(progress) as step, risk.session():
+    with reporting(progress) as step, risk.session(), derivatives_explained():
         step("curvature", 0, len(chosen) + 1)
         start = perf_counter()
         kinds = frozenset[Kind]().union(*(kinds_of(m) for m in chosen))
-        quantities = engine.quantities(kinds) if kinds else {}
+        quantities, failure = shared_quantities(engine, kinds, lenient)
         context = Context(risk, engine.layers(), quantities, seed, engine)
         seconds["curvature"] = perf_counter() - start
         for index, each in enumerate(chosen):
             step(each.name, index + 1, len(chosen) + 1)
             start = perf_counter()
-            found = compute_one(each, context) if measures is not None else attempt(each, context)
+            found = attempt(each, context) if lenient else compute_one(each, context)
             if isinstance(found, Measurement):
                 done[each.name] = found
             else:
                 skipped[each.name] = found
             seconds[each.name] = perf_counter() - start
+        if failure is not None and not done:
+            raise failure
         step("done", len(chosen) + 1, len(chosen) + 1)
         source = provenance(risk, engine, seed, seconds)
     for warning in engine.warnings:
@@ -117,21 +133,42 @@ def kinds_of(measure: Measure) -> frozenset[Kind]:
     return cast(frozenset[Kind], measure.required() & (CURVATURE | FISHER))
 
 
+def shared_quantities(
+    engine: CurvatureEngine, kinds: frozenset[Kind], lenient: bool
+) -> tuple[dict[Kind, Quantity], Exception | None]:
+    """All kinds of curvature from one sweep. Where it fails and `lenient` allows that, none, and
+    why: each measure then computes what it needs, or fails for itself.
+
+    What is wrong with the model, the data or the loss as a whole is an error all the same.
+    """
+    try:
+        with derivatives_explained():
+            return (engine.quantities(kinds) if kinds else {}), None
+    except (SaltflatError, RuntimeError) as error:
+        alone = NoSecondDerivative | NotApplicable | MissingDependency
+        if not lenient or (isinstance(error, SaltflatError) and not isinstance(error, alone)):
+            raise
+        return {}, error
+
+
 def compute_one(measure: Measure, context: Context) -> Measurement:
     """The measure of the model in `context`, or `NotApplicable`."""
     if not context.layers and not measure.name.startswith("hessian_"):
         raise NotApplicable("The model has no weight matrix among its measured parameters.")
-    return measure.compute(context)
+    with derivatives_explained():
+        return measure.compute(context)
 
 
 def attempt(measure: Measure, context: Context) -> Measurement | str:
-    """The measure, or why there is none: what fails after a sweep went well concerns it alone."""
+    """The measure, or why there is none: what fails for one measure concerns it alone."""
     try:
         return compute_one(measure, context)
     except ChangedData:
         raise
     except SaltflatError as reason:
         return str(reason)
+    except RuntimeError as reason:  # torch's own, or SciPy's: an iteration that does not converge
+        return f"{type(reason).__name__}: {(str(reason) or 'no message').splitlines()[0]}"
 
 
 def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
@@ -177,4 +214,5 @@ def estimator_of(estimator: Hutchinson | None, seed: int) -> Hutchinson:
 
 
 def _notes(risk: Risk) -> list[str]:
-    return [f"frozen, not measured: {', '.join(risk.frozen)}"] if risk.frozen else []
+    frozen = [f"frozen, not measured: {', '.join(risk.frozen)}"] if risk.frozen else []
+    return [*frozen, *risk.notes]

@@ -82,7 +82,7 @@ def describe(loss: Loss | JointLoss | Callable[..., Any]) -> str:
         if isinstance(value, torch.Tensor):
             value = value.tolist()
         plain = isinstance(value, bool | int | float | str | list)
-        if plain and key not in ("name", "class_dim") and (key, value) not in _USUAL:
+        if plain and key not in ("name", "class_dim", "missing") and (key, value) not in _USUAL:
             settings.append(f"{key}={value}")
     return f"{name}({', '.join(settings)})" if settings else str(name)
 

@@ -25,15 +25,13 @@ from saltflat.errors import (
 )
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Context, Measure, Need
-from saltflat.measures.planner import attempt, chosen_measures, measure
-from saltflat.report import Report
+from saltflat.measures.base import Measure
+from saltflat.measures.planner import Lenient, chosen_measures, measure
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.training.checks import check_number
 from saltflat.training.monitor_log import Record, continued
 
 CHEAP = ("hessian_trace", "minimum_sharpness")  # both from one trace
-_FAILED = "why there is no value"
 
 
 @final
@@ -123,7 +121,7 @@ class Monitor:
         self.every = _positive("every", 1 if every is None and steps is None else every)
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
-        self._measures = [_Lenient(each) for each in chosen_measures(measures)]
+        self._measures = Lenient(chosen_measures(measures))
         known = inspect.signature(measure).parameters
         for name in options:
             if name not in known:
@@ -170,7 +168,7 @@ class Monitor:
             failed = {each.name: str(error) for each in self._measures}
         else:
             self._measured = True
-            values, failed = _sorted_out(report)
+            values, failed = dict(report), dict(report.skipped)
         seconds = perf_counter() - start
         self._spent += seconds
         return self._keep(values, seconds, failed)
@@ -223,24 +221,6 @@ class Monitor:
         return record
 
 
-@final
-class _Lenient(Measure):
-    """A measure that is left out where it does not apply, instead of stopping the others."""
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
-        self.name = measure.name  # type: ignore[misc]
-
-    def required(self) -> frozenset[Need]:
-        return self._measure.required()
-
-    def compute(self, context: Context) -> Measurement:
-        found = attempt(self._measure, context)
-        if isinstance(found, Measurement):
-            return found
-        return Measurement(name=self.name, value=math.nan, exact=False, details={_FAILED: found})
-
-
 @contextmanager
 def _unheard() -> Iterator[None]:
     """Keep the passes of a measurement from whoever listens to all forward passes.
@@ -264,15 +244,12 @@ def _nothing(*_: Any) -> None:
     """Instead of a hook that is not to hear of a pass."""
 
 
-def _sorted_out(report: Report) -> tuple[dict[str, Measurement], dict[str, str]]:
-    """What has a value, and why the others have none."""
-    found = {name: each for name, each in report.items() if _FAILED not in each.details}
-    failed = {name: each.details[_FAILED] for name, each in report.items() if name not in found}
-    return found, failed
-
-
 def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
-    """The first samples of the data, as pairs of inputs and targets."""
+    """The first samples of the data, as pairs of inputs and targets.
+
+    They are kept, so that nothing is to be feared from a loader that augments them.
+    """
+    risk.watched.on = False
     kept: list[tuple[Any, Any]] = []
     left = math.inf if samples is None else samples
     with risk.session():

@@ -162,6 +162,7 @@ class SharpnessPenalty:
     def _find(self) -> None:
         """The optimal scales of the model as it is now."""
         risk = Risk(self.model, self.data, self.loss)
+        risk.watched.on = False  # the scales of a penalty may come from augmented samples
         with risk.session():
             engine = CurvatureEngine(risk, "hessian", Hutchinson(), Settings(), 0)
             curvature = engine.quantities(frozenset({"diagonal"}))["diagonal"]
