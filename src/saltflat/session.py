@@ -129,13 +129,13 @@ class _ScriptAttributes:
 
 
 @final
-class _Leaf:
+class _Place:
     """A tensor apart from its values: where they are, and what autograd keeps with it."""
 
     def __init__(self, name: str, tensor: Tensor, converted: bool) -> None:
         self.name, self.tensor, self.converted = name, tensor, converted
         self.data, self.requires_grad = tensor.data, tensor.requires_grad
-        self.grad = tensor.grad
+        self.grad = tensor.grad if tensor.is_leaf else None
         self.hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
 
     def restore(self) -> dict[str, Redo]:
@@ -145,7 +145,7 @@ class _Leaf:
             tensor.data = self.data
         if tensor.requires_grad != self.requires_grad:
             tensor.requires_grad_(self.requires_grad)
-        if tensor.grad is not self.grad:
+        if tensor.is_leaf and tensor.grad is not self.grad:
             tensor.grad = self.grad
         hooks, later = self.hooks
         if tensor._backward_hooks is not hooks:
@@ -279,9 +279,7 @@ class _Snapshot:
         registered = self.parameters | self.buffers
         everything = plain | registered
         converted = {i for i, (_, t) in registered.items() if _to_convert(t, dtype)}
-        self.records += [
-            _Leaf(name, t, i in converted) for i, (name, t) in everything.items() if t.is_leaf
-        ]
+        self.records += [_Place(n, t, i in converted) for i, (n, t) in everything.items()]
         # What is converted is worked on in other memory: there is nothing to copy.
         self.records.append(_Values(pair for i, pair in everything.items() if i not in converted))
         counted = (t for _, t in everything.values() if not t.is_inference())
@@ -492,9 +490,10 @@ def lend(
             stack.enter_context(optimized_execution(False))
             _forget_compiled_scripts(modules)
             _prepare(modules, snapshot, dtype)
-            for p in {id(p): p for m in own.values() for p in m._parameters.values()}.values():
-                if p is not None:
-                    p.requires_grad_(id(p) in measured and p.is_floating_point())
+            for p in model.parameters():
+                wanted = id(p) in measured and p.is_floating_point()
+                if p.requires_grad != wanted:
+                    p.requires_grad_(wanted)
             yield loan
     finally:
         loan.left = snapshot.restore()
@@ -524,7 +523,8 @@ def _prepare(modules: Sequence[nn.Module], snapshot: _Snapshot, dtype: torch.dty
             if module.__dict__.get(hooks):
                 module.__dict__[hooks] = type(module.__dict__[hooks])()
     for _, parameter in snapshot.parameters.values():
-        parameter.grad = None  # nothing that runs in a session adds to what is there
+        if parameter.is_leaf:
+            parameter.grad = None  # nothing that runs in a session adds to what is there
         if parameter._backward_hooks is not None:
             parameter._backward_hooks = None
     for _, tensor in (*snapshot.parameters.values(), *snapshot.buffers.values()):
