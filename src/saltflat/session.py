@@ -75,7 +75,8 @@ class _Attributes:
             if held or before:
                 now = _items(held)
                 if len(now) != len(before) or not all(map(is_, now, before)):
-                    redo[_join(self.name, key)] = partial(_fill, held, now)
+                    left = _first_change(now, before) if key in _REGISTRIES else key
+                    redo[_join(self.name, left)] = partial(_fill, held, now)
                     _fill(held, before)
         return redo
 
@@ -97,11 +98,22 @@ def _items(held: Any) -> list[Any]:
     return [*held.keys(), *held.values()] if isinstance(held, dict) else list(held)
 
 
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    half = len(items) // 2
+    return zip(items[:half], items[half:], strict=True)
+
+
+def _first_change(now: list[Any], before: list[Any]) -> str:
+    """The first key of a dict, given by its items, whose value is another one or was not there."""
+    known = dict(_pairs(before))
+    changed = [str(n) for n, value in _pairs(now) if n not in known or known[n] is not value]
+    return changed[0] if changed else str(before[0])
+
+
 def _fill(held: Any, items: list[Any]) -> None:
     held.clear()
     if isinstance(held, dict):
-        half = len(items) // 2
-        held.update(zip(items[:half], items[half:], strict=True))
+        held.update(_pairs(items))
     elif isinstance(held, set):
         held.update(items)
     else:
@@ -162,7 +174,7 @@ class _Values:
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         found: dict[Any, list[tuple[str, Tensor]]] = {}
-        for name, data in ((name, part) for name, t in tensors for part in _memory(t)):
+        for name, data in ((name, part) for name, t in tensors for part in dense_parts(t)):
             small = data.numel() <= _SMALL and not data.is_quantized
             key = (data.dtype, data.device) if small else id(data)
             found.setdefault(key, []).append((name, data))
@@ -186,13 +198,13 @@ _SMALL = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _memory(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that hold its values; none where there are no values to be written."""
     if tensor.is_meta or tensor.is_nested:
         return []
     if _wraps(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in names for part in _memory(getattr(tensor, name))]
+        return [part for name in names for part in dense_parts(getattr(tensor, name))]
     data = tensor.data  # unlike `detach`, with a version counter of its own
     if data.layout == torch.strided:
         return [data]
@@ -232,14 +244,14 @@ def _moved(now: Tensor, before: Tensor) -> bool:
     """Whether a tensor has got other memory, or another view of it."""
     if _wraps(now):
         return False
-    if now.is_nested or torch.strided not in (now.layout, before.layout):
+    if now.is_nested or not now.layout == before.layout == torch.strided:
         return True
     places = ((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (now, before))
     return next(places) != next(places)
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:
-    parts = list(zip(_memory(a), _memory(b), strict=True))
+    parts = list(zip(dense_parts(a), dense_parts(b), strict=True))
     return a.shape == b.shape and all(p.shape == q.shape and _identical(p, q) for p, q in parts)
 
 
