@@ -208,37 +208,56 @@ def test_scripts_are_measured_in_another_dtype(maker: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@torch.jit.script
-def normed_tanh(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    return torch.tanh(torch.batch_norm(x, None, None, mean, var, False, 0.1, 1e-5, False))
+def gate(h: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(h) * torch.sigmoid(x[:, :1])
 
 
-class ScriptedFunction(nn.Module):
-    """Calls a compiled function; `eager` calls what it was compiled from."""
+class Gated(nn.Module):
+    """Calls a function, compiled or not."""
 
-    def __init__(self, eager: bool) -> None:
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.eager = nn.Linear(4, 5), nn.Linear(5, 3), eager
+        self.fc1, self.fc2, self.function = nn.Linear(4, 5), nn.Linear(5, 3), function
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, var = x.new_full((5,), 0.1), x.new_full((5,), 0.5)
-        h = self.fc1(x)
-        h = (
-            torch.tanh((h - mean) / (var + 1e-5).sqrt())
-            if self.eager
-            else normed_tanh(h, mean, var)
-        )
-        out: Tensor = self.fc2(h)
+        out: Tensor = self.fc2(self.function(self.fc1(x), x))
         return out
 
 
 def test_scripted_functions_are_measured() -> None:
-    model, plain = ScriptedFunction(eager=False).double(), ScriptedFunction(eager=True).double()
+    model, plain = Gated(torch.jit.script(gate)).double(), Gated(gate).double()
     plain.load_state_dict(model.state_dict())
     for _ in range(4):
-        model(X).sum().backward()
+        F.cross_entropy(model(X), Y).backward()
     oracle = Dense(plain, X, Y)
     agrees(sf.trace(model, (X, Y)), oracle.blocks(oracle.hessian))
+
+
+class GatedNorm(nn.Module):
+    """Once TorchScript has compiled it, torch's own second derivatives of it are wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.d = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(x[:, :1])
+        return self.c(self.d(torch.tanh(self.b(self.a(x))) * gate))
+
+
+def test_a_script_that_was_compiled_for_second_derivatives() -> None:
+    torch.manual_seed(0)
+    model = torch.jit.script(GatedNorm().double()).eval()
+    x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
+    for _ in range(4):
+        loss = F.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(g.sum() for g in gradients).backward()
+    plain = GatedNorm().double()
+    plain.load_state_dict(model.state_dict())
+    oracle = Dense(plain, x, y)
+    agrees(sf.trace(model, (x, y)), oracle.blocks(oracle.hessian))
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -515,8 +515,8 @@ def _forget_compiled_scripts(modules: Sequence[nn.Module]) -> None:
     """Let TorchScript run operation by operation while it is switched to do so.
 
     Once its executor has fused operations into a graph of its own, that graph is used whatever the
-    switch says, and second derivatives through it can be wrong, in silence (a BatchNorm before a
-    tanh is enough). Compiled again when next used, scripts run as before.
+    switch says, and second derivatives through it can be wrong, in silence (a gate after a
+    BatchNorm is enough). Compiled again when next used, scripts run as before.
     """
     everywhere: Any = torch.jit._state._python_cu
     compiled = list(everywhere.get_functions())
