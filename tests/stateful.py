@@ -27,6 +27,9 @@ class Fuse:
         if self.left < 0:
             raise self.kind
 
+    def __deepcopy__(self, memo: Any) -> Fuse:
+        return self  # one fuse for all copies of a model
+
 
 class Fused(nn.Module):
     """A model that may fail after its forward pass has done its work."""
