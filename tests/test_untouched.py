@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
+import warnings
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # whatever it imports has set its own filters of warnings by now
 from agree import agrees
 from cases import BY_NAME, CASES, Case
+from stateful import MODELS, Explosion, Fuse, Fused, NormLoss, data_for
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import saltflat as sf
+from saltflat import session
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
 
@@ -28,22 +35,51 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         "numpy rng": str(np.random.get_state()),
         "grad mode": torch.is_grad_enabled(),
         "dtype": torch.get_default_dtype(),
+        "warnings": list(warnings.filters),
+        "TorchScript": torch._C._get_graph_executor_optimize(),
     }
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
-        state[name] = (id(t), t.data_ptr(), t.dtype, t.requires_grad, t.detach().clone())
+        places = [part.data_ptr() for part in dense_parts(t)]
+        state[name] = (id(t), places, t.dtype, t.requires_grad, t._version, t.detach().clone())
         grad = t.grad
         state[f"{name}.grad"] = (id(grad), None if grad is None else grad.clone())
         state[f"{name} hooks"] = list((t._backward_hooks or {}).items())
     for name, m in model.named_modules():
         state[f"module {name}"] = (id(m), type(m), m.training)
         state[f"attributes {name}"] = {k: id(v) for k, v in vars(m).items() if k != "training"}
+        state[f"contents {name}"] = {k: contents(v) for k, v in vars(m).items()}
+        if isinstance(m, torch.jit.ScriptModule):
+            names = m._concrete_type.get_attributes()
+            state[f"script {name}"] = {k: contents(m._c.getattr(k)) for k in names}
         state[f"hooks {name}"] = {k: list(getattr(m, k).items()) for k in HOOKS}
     return state
 
 
+def dense_parts(t: Tensor) -> list[Tensor]:
+    return [t._indices(), t._values()] if t.is_sparse else [t]
+
+
+def contents(value: Any, depth: int = 3) -> Any:
+    """What is in a container, as identities; the values of a tensor; a number itself."""
+    if isinstance(value, Tensor):
+        return id(value), value._version, value.detach().clone()
+    if isinstance(value, bool | int | float | str):
+        return value
+    if depth and isinstance(value, dict):
+        return {id(k): contents(v, depth - 1) for k, v in value.items()}
+    if (depth and isinstance(value, list | tuple | set | frozenset)) or hasattr(value, "maxlen"):
+        return [contents(v, depth - 1) for v in value]
+    return type(value)
+
+
+def bits(t: Tensor) -> bytes:
+    return bytes(t.contiguous().flatten().view(torch.uint8).tolist()) if t.numel() else b""
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
-        return torch.equal(a, b)
+        pairs = zip(dense_parts(a), dense_parts(b), strict=True)
+        return a.shape == b.shape and all(bits(p) == bits(q) for p, q in pairs)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
@@ -62,6 +98,8 @@ def dressed(model: nn.Module) -> nn.Module:
     """A model in the middle of a training: mixed modes, gradients, hooks."""
     for i, module in enumerate(model.modules()):
         module.training = i % 2 == 0
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no hooks
         module.register_forward_hook(lambda m, args, out: None)
         module.register_forward_pre_hook(lambda m, args: None)
     for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
@@ -135,22 +173,6 @@ def test_an_embedding_that_renormalises_itself() -> None:
     assert_untouched(model, before)
 
 
-class Explosion(RuntimeError):
-    pass
-
-
-def fuse(steps: int) -> Callable[..., Any]:
-    """Passes `steps` calls, then explodes."""
-    left = [steps]
-
-    def burn(*args: Any, **kwargs: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Explosion
-
-    return burn
-
-
 def again_and_again(*arguments: Any) -> None:
     """A measurement may well need only one or two forward passes."""
     for _ in range(4):
@@ -159,7 +181,7 @@ def again_and_again(*arguments: Any) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_exception_in_forward(steps: int) -> None:
-    model, (x, y) = busy(after=fuse(steps))
+    model, (x, y) = busy(after=Fuse(steps))
     before = fingerprint(model)
     with pytest.raises(Explosion):
         again_and_again(model, [(x[:3], y[:3]), (x[3:], y[3:])])
@@ -169,7 +191,7 @@ def test_exception_in_forward(steps: int) -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_exception_in_the_loss(steps: int) -> None:
     model, data = busy()
-    burn, before = fuse(steps), fingerprint(model)
+    burn, before = Fuse(steps), fingerprint(model)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         burn()
@@ -178,6 +200,168 @@ def test_exception_in_the_loss(steps: int) -> None:
     with pytest.raises(Explosion):
         again_and_again(model, data, loss)
     assert_untouched(model, before)
+
+
+# models whose forward pass writes, and the entry points of the library
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "trace": sf.trace,
+    "measure": lambda *a: sf.measure(*a, measures=["hessian_trace", "sam_sharpness"]),
+    "symmetries": lambda model, data, loss: sf.symmetries(model, data[0]),
+}
+SLOW: dict[str, Callable[..., Any]] = {
+    "diagonal": lambda *a: sf.diagonal(*a, curvature="ggn"),
+    "max_eigenvalue": sf.max_eigenvalue,
+    "measure everything": sf.measure,
+    "audit": sf.audit,
+    "balance": lambda model, data, loss: sf.symmetries(model, data[0]).balance(model, data, loss),
+}
+OUTCOMES: dict[str, tuple[str, int, type[BaseException]]] = {
+    "success": ("nowhere", 0, Explosion),
+    "error in forward": ("model", 0, Explosion),
+    "error in a later pass": ("model", 2, Explosion),
+    "error in the loss": ("loss", 0, Explosion),
+    "interrupted": ("model", 1, KeyboardInterrupt),
+}
+
+
+def contract(name: str, entry: Callable[..., Any], outcome: str) -> None:
+    where, steps, kind = OUTCOMES[outcome]
+    fuses = {place: Fuse(steps if place == where else 10**9, kind) for place in ("model", "loss")}
+    torch.manual_seed(0)
+    inner, loss = MODELS[name](), NormLoss(fuses["loss"]).double()
+    model = nn.ModuleDict({"model": dressed(Fused(inner, fuses["model"])), "loss": dressed(loss)})
+    data = data_for(name)
+    before = fingerprint(model), [t.clone() for t in data], [t._version for t in data]
+    with warnings.catch_warnings():
+        filters = list(warnings.filters)
+        # What cannot be measured is refused; torch has errors of its own where it cannot trace.
+        with suppress(KeyboardInterrupt, sf.SaltflatError, RuntimeError):
+            entry(model["model"], data, model["loss"])
+        assert list(warnings.filters) == filters
+    assert fuses["model"].left < 0 or outcome != "error in forward"
+    assert_untouched(model, before[0])
+    assert same([list(data), [t._version for t in data]], [before[1], before[2]])
+
+
+# A search for symmetries takes seconds, needs no loss and makes few passes.
+CALLS = [
+    (entry, outcome)
+    for entry in ENTRIES
+    for outcome in (OUTCOMES if entry != "symmetries" else ("success", "interrupted"))
+]
+
+
+@pytest.mark.parametrize(("entry", "outcome"), CALLS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_write(name: str, entry: str, outcome: str) -> None:
+    contract(name, ENTRIES[entry], outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("entry", SLOW)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_write_in_long_calls(name: str, entry: str, outcome: str) -> None:
+    contract(name, SLOW[entry], outcome)
+
+
+def test_the_warnings_filter_of_an_optimizer_goes_with_its_hooks() -> None:
+    """torch.compile warns of global hooks, where a user calls the model."""
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        model, (x, y) = busy()
+        optimizers = [sf.SAM(torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)]
+        for optimizer in optimizers:
+            nn.functional.cross_entropy(model(x), y).backward()
+            while optimizer.perturb():
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model(x)  # what awaits the next step has seen a first pass
+        assert list(warnings.filters) == before
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "parallel"])
+def test_wrapped_models(wrap: str) -> None:
+    inner, data = busy()
+    dressed(inner)
+    model = torch.compile(inner, backend="eager") if wrap == "compiled" else nn.DataParallel(inner)
+    model.training = True
+    before = fingerprint(model)
+    sf.trace(model, data)
+    sf.symmetries(model, data[0])
+    assert_untouched(model, before)
+
+
+FORMS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
+    "module": lambda m: m,
+    "partial": lambda m: functools.partial(m),
+    "partial of a function": lambda m: functools.partial(lambda crit, o, t: crit(o, t), m),
+    "bound method": lambda m: m.forward,
+    "closure": lambda m: lambda o, t: m(o, t),
+    "object": lambda m: type("Call", (), {"__call__": lambda self, o, t: self.m(o, t)})(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_with_state_is_lent(form: str) -> None:
+    """In evaluation mode while it is used: batch statistics would make samples depend."""
+    torch.manual_seed(0)
+    norm = dressed(NormLoss(Fuse(10**9)).double())
+    loss = FORMS[form](norm)
+    if form == "object":
+        loss.m = norm
+    model, data = busy()
+    before = fingerprint(norm)
+    result = sf.trace(model, data, loss)
+    assert_untouched(norm, before)
+    assert result.total == pytest.approx(sf.trace(model, data, norm.eval()).total, rel=1e-12)
+
+
+def test_one_step_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_back = session._Place.restore
+
+    def fails(place: Any) -> Any:
+        if place.name == "fc1.bias":
+            raise Explosion
+        return put_back(place)
+
+    model, data = busy()
+    dressed(model)
+    before = fingerprint(model)
+    monkeypatch.setattr(session._Place, "restore", fails)
+    with pytest.raises(Explosion):
+        sf.trace(model, data)
+    after = fingerprint(model)
+    changed = {key for key in before if not same(before[key], after[key])}
+    assert changed <= {"fc1.bias", "fc1.bias.grad", "fc1.bias hooks"}
+
+
+def test_nothing_is_retained() -> None:
+    """Neither copies of the state nor the state that a call left behind."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.history = nn.Linear(4, 3), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.fc(x)
+            seen.append(weakref.ref(out))
+            self.history.append(out)
+            return out
+
+    seen: list[Any] = []
+    model, data = Keeps(), (torch.randn(6, 4), torch.arange(6) % 3)
+    sf.trace(model, data)
+    gc.collect()
+    before = sum(isinstance(o, Tensor) for o in gc.get_objects())
+    for _ in range(3):
+        sf.trace(model, data)
+    gc.collect()
+    assert sum(isinstance(o, Tensor) for o in gc.get_objects()) <= before
+    assert seen
+    assert all(ref() is None for ref in seen)
 
 
 class Mine(torch.autograd.Function):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -31,9 +32,10 @@ from saltflat.losses import (
     listed,
     refuse_parameters,
     resolve,
+    scalar,
     summary,
 )
-from saltflat.session import RandomState, lend
+from saltflat.session import RandomState, lend, modules_in
 from saltflat.watch import Tally, Watch, in_memory, second_reading
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -163,11 +165,25 @@ class Risk:
         """The context in which the model may be run; it leaves everything as it was found."""
         self._start = RandomState(self._items, self.device)
         self._passes = 0
+        measured = {id(p) for p in self.parameters.values()}
+        beside = modules_in(getattr(self.loss, "call", self.loss))
+        lent = partial(lend, self.model, measured, self.dtype, beside)
         try:
-            with lend(self.model, {id(p) for p in self.parameters.values()}, self.dtype):
+            with lent() as loan:
                 yield
+            loan.check_steady(lent, self._answers)
         finally:
             self._start.restore()
+
+    def _answers(self, samples: int | None) -> list[Tensor]:
+        """Outputs, and a user's loss, on the first samples, or on all of the first batch."""
+        whole = next(self.batches())
+        batch = whole.part(0, samples or whole.size)
+        with torch.no_grad():
+            outputs = self.forward(batch)
+            call = getattr(self.loss, "call", self.loss)
+            value = [scalar(call, outputs, batch.targets)] if callable(call) else []
+        return [outputs, *value]
 
     def batches(self) -> Iterator[Batch]:
         """One pass over the data, each batch on the model's device.

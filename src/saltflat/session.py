@@ -1,87 +1,420 @@
 """Lend a model for measurement and give it back exactly as it was.
 
-The measurement needs evaluation mode, gradients on, no autocast, one floating dtype and attention
-kernels that can be differentiated twice. All of that is set here and undone here, also when an
-exception passes through.
+The measurement needs evaluation mode, gradients on, no autocast, one floating dtype and operations
+that can be differentiated twice. All of that is set here and undone here, also when an exception
+passes through.
+
+Forward passes may write too: into buffers, counters, caches, even into parameters. That is undone
+as well, for everything that hangs on a module: its tensors, its plain attributes, and the lists,
+dicts, sets and deques among them, two levels deep. Objects of other classes are left alone. What
+one pass leaves behind must not change what the next one computes, or else a result would depend on
+the number of passes: see `Loan.check_steady`.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_Tensor = TypeVar("_Tensor", bound=Tensor)
+from saltflat.errors import ModelError
+
+Redo = Callable[[], Any]  # puts back what forward passes had left behind
+
+# What a session itself sets among a module's attributes.
+_LENT = frozenset({"training", "_backward_hooks", "_backward_pre_hooks"})
+_NOTHING: list[Any] = []
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 
 
-class _Snapshot:
-    """Everything of a model that a measurement could disturb."""
+@final
+class _Attributes:
+    """A module's own attributes, and the contents of the containers among them."""
 
-    def __init__(
-        self, modules: list[nn.Module], parameters: list[nn.Parameter], buffers: list[Tensor]
-    ) -> None:
-        self.modules = [(m, dict(m.__dict__), _registries(m)) for m in modules]
-        self.parameters = [
-            (p, p.data, p.requires_grad, p.grad, p._backward_hooks) for p in parameters
-        ]
-        self.buffers = [(b, b.data) for b in buffers]
-        self.values = [_joined(each) for each in self._alike()]
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.before = dict(vars(module))
+        self.containers: list[tuple[str, Any, list[Any]]] = []
+        self.tensors: list[tuple[str, Tensor]] = []  # not those in the module's registries
+        for key, value in self.before.items():
+            if isinstance(value, Tensor):
+                self.tensors.append((key, value))
+            elif type(value) in _CONTAINERS:
+                self.containers.append((key, value, _items(value) if value else _NOTHING))
+                if value and key not in _REGISTRIES:
+                    self._look_into(key, value)
+            elif type(value) is tuple:
+                self._look_into(key, value)
 
-    def restore(self) -> None:
-        for module, attributes, registries in self.modules:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, content in registries.items():
-                registry = attributes[name]
-                registry.clear()
-                registry.update(content)
-        for p, data, requires_grad, grad, hooks in self.parameters:
-            if p.data_ptr() != data.data_ptr() or p.dtype != data.dtype:
-                p.data = data
-            if p.requires_grad != requires_grad:
-                p.requires_grad_(requires_grad)
-            if p.grad is not grad:
-                p.grad = grad
-            if p._backward_hooks is not hooks:
-                p._backward_hooks = hooks
-        for b, data in self.buffers:
-            b.data = data
-        for each, values in zip(self._alike(), self.values, strict=True):
-            if len(each) > 1 and torch.equal(_joined(each), values):
-                continue
-            sizes = [data.numel() for data in each]
-            parts = values.split(sizes) if len(each) > 1 else [values]
-            for data, part in zip(each, parts, strict=True):
-                before = part.reshape(data.shape) if len(each) > 1 else part
-                if not torch.equal(data, before):
-                    data.copy_(before)
+    def _look_into(self, key: str, held: Any) -> None:
+        for item in held.values() if isinstance(held, dict) else held:
+            if isinstance(item, Tensor):
+                self.tensors.append((key, item))
+            elif type(item) in _CONTAINERS:
+                self.containers.append((key, item, _items(item)))
 
-    def _alike(self) -> list[list[Tensor]]:
-        """The buffers' values: small ones of a kind are compared at once, the others one by one."""
-        found: dict[Any, list[Tensor]] = {}
-        for _, data in self.buffers:
-            plain = data.layout == torch.strided and not data.is_quantized
-            small = plain and data.numel() <= _SMALL
+    def restore(self) -> dict[str, Redo]:
+        """Put back what changed, one by one: the module is never without its attributes."""
+        redo = self._restore_attributes()
+        for key, held, before in self.containers:
+            if held or before:
+                now = _items(held)
+                if len(now) != len(before) or not all(map(is_, now, before)):
+                    left = _first_change(now, before) if key in _REGISTRIES else key
+                    redo[_join(self.name, left)] = partial(_fill, held, now)
+                    _fill(held, before)
+        return redo
+
+    def _restore_attributes(self) -> dict[str, Redo]:
+        now, before = vars(self.module), self.before
+        left = {k: v for k, v in now.items() if k not in before or before[k] is not v}
+        gone = before.keys() - now.keys()
+        for key in left.keys() - before.keys():
+            del now[key]
+        now.update({key: before[key] for key in (left.keys() & before.keys()) | gone})
+        return {
+            _join(self.name, key): partial(now.__setitem__, key, value)
+            for key, value in left.items()
+            if key not in _LENT
+        }
+
+
+def _items(held: Any) -> list[Any]:
+    return [*held.keys(), *held.values()] if isinstance(held, dict) else list(held)
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    half = len(items) // 2
+    return zip(items[:half], items[half:], strict=True)
+
+
+def _first_change(now: list[Any], before: list[Any]) -> str:
+    """The first key of a dict, given by its items, whose value is another one or was not there."""
+    known = dict(_pairs(before))
+    changed = [str(n) for n, value in _pairs(now) if n not in known or known[n] is not value]
+    return changed[0] if changed else str(before[0])
+
+
+def _fill(held: Any, items: list[Any]) -> None:
+    held.clear()
+    if isinstance(held, dict):
+        held.update(_pairs(items))
+    elif isinstance(held, set):
+        held.update(items)
+    else:
+        held.extend(items)
+
+
+@final
+class _ScriptAttributes:
+    """The attributes that a ScriptModule keeps in C++, where each access makes new containers."""
+
+    def __init__(self, name: str, module: torch.jit.ScriptModule) -> None:
+        self.name, self.script = name, module._c
+        self.before = {n: self.script.getattr(n) for n in module._concrete_type.get_attributes()}
+        self.tensors = [(n, t) for n, t in self.before.items() if isinstance(t, Tensor)]
+
+    def restore(self) -> dict[str, Redo]:
+        left: dict[str, Redo] = {}
+        for name, before in self.before.items():
+            now = self.script.getattr(name)
+            if not _alike(now, before):
+                self.script.setattr(name, before)
+                if name not in _LENT:
+                    left[_join(self.name, name)] = partial(self.script.setattr, name, now)
+        return left
+
+
+@final
+class _Place:
+    """A tensor apart from its values: where they are, and what autograd keeps with it."""
+
+    def __init__(self, name: str, tensor: Tensor, converted: bool) -> None:
+        self.name, self.tensor, self.converted = name, tensor, converted
+        self.data, self.requires_grad = tensor.data, tensor.requires_grad
+        self.grad = tensor.grad if tensor.is_leaf else None
+        self.hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+
+    def restore(self) -> dict[str, Redo]:
+        tensor, now = self.tensor, self.tensor.data
+        elsewhere = self.converted or _moved(now, self.data)
+        if elsewhere:
+            tensor.data = self.data
+        if tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+        if tensor.is_leaf and tensor.grad is not self.grad:
+            tensor.grad = self.grad
+        hooks, later = self.hooks
+        if tensor._backward_hooks is not hooks:
+            tensor._backward_hooks = hooks
+        if getattr(tensor, "_post_accumulate_grad_hooks", None) is not later:
+            tensor._post_accumulate_grad_hooks = later  # type: ignore[assignment]
+        same = not elsewhere or _same_values(now, self.data.to(now.dtype))
+        return {} if same else {self.name: partial(setattr, tensor, "data", now)}
+
+
+@final
+class _Values:
+    """The values of tensors, where they are: small ones of a kind are compared at once."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        found: dict[Any, list[tuple[str, Tensor]]] = {}
+        for name, data in ((name, part) for name, t in tensors for part in dense_parts(t)):
+            small = data.numel() <= _SMALL and not data.is_quantized
             key = (data.dtype, data.device) if small else id(data)
-            found.setdefault(key, []).append(data)
-        return list(found.values())
+            found.setdefault(key, []).append((name, data))
+        self.kinds = [(each, _joined([t for _, t in each])) for each in found.values()]
+
+    def restore(self) -> dict[str, Redo]:
+        left: dict[str, Redo] = {}
+        for each, values in self.kinds:
+            if len(each) > 1 and _identical(_joined([t for _, t in each]), values):
+                continue
+            parts = values.split([t.numel() for _, t in each]) if len(each) > 1 else [values]
+            for (name, data), part in zip(each, parts, strict=True):
+                before = part.reshape(data.shape)
+                if not _identical(data, before):
+                    left[name] = partial(data.copy_, data.clone())
+                    data.copy_(before)
+        return left
 
 
 _SMALL = 1 << 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold its values; none where there are no values to be written."""
+    if tensor.is_meta or tensor.is_nested:
+        return []
+    if _wraps(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [part for name in names for part in dense_parts(getattr(tensor, name))]
+    data = tensor.data  # unlike `detach`, with a version counter of its own
+    if data.layout == torch.strided:
+        return [data]
+    if data.layout == torch.sparse_coo:
+        return [data._indices(), data._values()]
+    if data.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [data.crow_indices(), data.col_indices(), data.values()]
+    if data.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [data.ccol_indices(), data.row_indices(), data.values()]
+    return []
+
+
+def _wraps(tensor: Tensor) -> bool:
+    """Whether it is of a class whose tensors consist of others (DTensor, quantised weights)."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
     """A copy of them all."""
     if len(tensors) == 1:
-        return tensors[0].detach().clone()
+        return tensors[0].clone()
     return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit by bit: a NaN equals itself, −0 is not 0."""
+    if a.is_quantized or a.element_size() not in _INTEGERS:
+        return torch.equal(a, b)
+    if all(t.is_contiguous() and t.nbytes % 8 == t.data_ptr() % 8 == 0 for t in (a, b)):
+        words = (t.reshape(-1).view(torch.int64) for t in (a, b))
+        return torch.equal(*words)  # in half the time
+    kind = _INTEGERS[a.element_size()]
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+def _moved(now: Tensor, before: Tensor) -> bool:
+    """Whether a tensor has got other memory, or another view of it."""
+    if _wraps(now):
+        return False
+    if now.is_nested or not now.layout == before.layout == torch.strided:
+        return True
+    places = ((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (now, before))
+    return next(places) != next(places)
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    parts = list(zip(dense_parts(a), dense_parts(b), strict=True))
+    return a.shape == b.shape and all(p.shape == q.shape and _identical(p, q) for p, q in parts)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values are the same numbers, or hold the very same objects."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict):
+        return _alike(list(a.items()), list(b.items()))
+    return isinstance(a, int | float | str) and a == b
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@final
+class _Snapshot:
+    """Everything of some modules that a measurement could disturb."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
+        self.parameters = _tensors(named, "_parameters")
+        self.buffers = _tensors(named, "_buffers")
+        self.records: list[Any] = []
+        plain: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in named:
+            attributes: list[Any] = [_Attributes(prefix, module)]
+            if isinstance(module, torch.jit.ScriptModule):
+                attributes.append(_ScriptAttributes(prefix, module))
+            self.records += attributes
+            for key, tensor in (pair for each in attributes for pair in each.tensors):
+                plain[id(tensor)] = _join(prefix, key), tensor
+        registered = self.parameters | self.buffers
+        everything = plain | registered
+        converted = {i for i, (_, t) in registered.items() if _to_convert(t, dtype)}
+        self.records += [_Place(n, t, i in converted) for i, (n, t) in everything.items()]
+        # What is converted is worked on in other memory: there is nothing to copy.
+        self.records.append(_Values(pair for i, pair in everything.items() if i not in converted))
+        counted = (t for _, t in everything.values() if not t.is_inference())
+        self.versions = _unsafe_preserve_version_counter(tuple(counted))
+
+    def restore(self) -> dict[str, Redo]:
+        """Put everything back, also what comes after a step that fails; tells what had changed."""
+        left: dict[str, Redo] = {}
+        failure: BaseException | None = None
+        for record in self.records:
+            try:
+                left.update(record.restore())
+            except BaseException as error:
+                failure = failure or error
+        # The values are as they were, so what autograd has saved of them is valid.
+        self.versions.__exit__(None, None, None)
+        if failure is not None:
+            raise failure
+        return left
+
+
+def _to_convert(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+
+
+def _tensors(
+    named: Sequence[tuple[str, nn.Module]], registry: str
+) -> dict[int, tuple[str, Tensor]]:
+    """The distinct tensors in a registry of the modules, by identity."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in named:
+        for name, tensor in getattr(module, registry).items():
+            if tensor is not None:
+                found.setdefault(id(tensor), (_join(prefix, name), tensor))
+    return found
+
+
+@final
+class Loan:
+    """What is known of a session once it is over: `left` is what forward passes had changed."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, Redo] = {}
+
+    def check_steady(
+        self,
+        lend_again: Callable[[], AbstractContextManager[Loan]],
+        answers: Callable[[int | None], list[Tensor]],
+    ) -> None:
+        """Refuse a model that computes something else after the session's passes than before.
+
+        Counters and caches do no harm, nor do projections that change nothing the second time
+        (weights clipped in place, `max_norm` of an embedding): what is measured is the model with
+        its projected weights. But where an average moves on with every pass, a result would belong
+        to no state of the model in particular. `answers` runs the model, on some samples or all.
+        """
+        if not self.left:
+            return
+        some: int | None = _SOME
+        with lend_again():
+            try:
+                first = answers(some)
+            except Exception:  # a model may need its whole batch
+                some = None
+                first = answers(some)
+        try:
+            with lend_again():
+                for redo in self.left.values():
+                    redo()
+                later = answers(some)
+            steady = all(map(_close, later, first))
+        except Exception:  # in whatever way the passes before it stop this one
+            steady = False
+        if not steady:
+            names = list(self.left)
+            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+            raise ModelError(
+                "Every forward pass changes what the next one computes: it writes into "
+                f"{shown}, and the outputs follow. A result would depend on the number of passes. "
+                "The model is as it was found; measure a version of it whose forward pass writes "
+                "nothing in evaluation mode (`if self.training:` around the update)."
+            )
+
+
+_SOME = 2  # samples that show whether outputs move
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding, which need not be the same on every run on a GPU."""
+    if a.shape != b.shape or not a.numel():
+        return a.shape == b.shape
+    tolerance = 100 * torch.finfo(b.dtype).eps * float(b.abs().max())
+    return float((a - b).abs().max()) <= tolerance
+
+
+def modules_in(call: Any, depth: int = 3) -> list[nn.Module]:
+    """The modules that a callable holds: itself, or what a partial, method or closure refers to.
+
+    Also those among the attributes of a callable object. Globals are not searched.
+    """
+    if isinstance(call, nn.Module):
+        return [call]
+    if depth == 0 or not callable(call) or isinstance(call, type):
+        return []
+    if isinstance(call, partial):
+        held: Iterable[Any] = (call.func, *call.args, *call.keywords.values())
+    elif isinstance(call, MethodType):
+        held = (call.__self__, call.__func__)
+    elif isinstance(call, FunctionType):
+        held = [*_closure(call), *(call.__defaults__ or ())]
+    else:
+        held = getattr(call, "__dict__", {}).values()
+    return [m for each in held for m in modules_in(each, depth - 1)]
+
+
+def _closure(function: FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not yet assigned
+            continue
+    return found
 
 
 class RandomState:
@@ -117,15 +450,6 @@ def _generators(data: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
-    kept = ("_parameters", "_buffers", "_modules")
-    return {name: dict(module.__dict__[name]) for name in kept}
-
-
-def _distinct(tensors: Iterable[_Tensor | None]) -> list[_Tensor]:
-    return list({id(t): t for t in tensors if t is not None}.values())
-
-
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch TensorFloat-32 off: three digits are too few to compare two computations by."""
@@ -142,61 +466,79 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def lend(model: nn.Module, measured: set[int], dtype: torch.dtype | None) -> Iterator[None]:
+def lend(
+    model: nn.Module,
+    measured: set[int],
+    dtype: torch.dtype | None,
+    beside: Sequence[nn.Module] = (),
+) -> Iterator[Loan]:
     """Put the model into the state in which it is measured; undo it on the way out.
 
     `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the
-    floating dtype in which everything is computed.
+    floating dtype in which everything is computed. Modules `beside` the model (those of a loss)
+    are lent in the same way, but for their parameters' `requires_grad`, which stays as it is.
     """
-    modules = list(model.modules())  # one walk for all three
-    parameters = _distinct(p for m in modules for p in m._parameters.values())
-    buffers = _distinct(b for m in modules for b in m._buffers.values())
-    snapshot = _Snapshot(modules, parameters, buffers)
+    own = dict(model.named_modules())
+    others = [("loss." + n if n else "loss", m) for b in beside for n, m in b.named_modules()]
+    known = {id(m) for m in own.values()}
+    named = [*own.items(), *{id(m): (n, m) for n, m in others if id(m) not in known}.values()]
+    snapshot = _Snapshot(named, dtype)
+    loan = Loan()
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            for device in {"cpu"} | {p.device.type for p in parameters}:
+            for device in {"cpu"} | {p.device.type for _, p in snapshot.parameters.values()}:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             # Fused attention has no second derivative.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            modules = [m for _, m in named]
             # cuDNN's recurrent kernels differentiate neither twice nor in evaluation mode.
             if any(isinstance(m, nn.RNNBase) for m in modules):
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            _prepare(modules, parameters, buffers, measured, dtype)
-            yield
+            stack.enter_context(optimized_execution(False))
+            _forget_compiled_scripts(modules)
+            _prepare(modules, snapshot, dtype)
+            for p in model.parameters():
+                wanted = id(p) in measured and p.is_floating_point()
+                if p.requires_grad != wanted:
+                    p.requires_grad_(wanted)
+            yield loan
     finally:
-        snapshot.restore()
+        loan.left = snapshot.restore()
 
 
-def _prepare(
-    modules: list[nn.Module],
-    parameters: list[nn.Parameter],
-    buffers: list[Tensor],
-    measured: set[int],
-    dtype: torch.dtype | None,
-) -> None:
+def _forget_compiled_scripts(modules: Sequence[nn.Module]) -> None:
+    """Let TorchScript run operation by operation while it is switched to do so.
+
+    Once its executor has fused operations into a graph of its own, that graph is used whatever the
+    switch says, and second derivatives through it can be wrong, in silence (a gate after a
+    BatchNorm is enough). Compiled again when next used, scripts run as before.
+    """
+    everywhere: Any = torch.jit._state._python_cu
+    compiled = list(everywhere.get_functions())
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            compiled += [module._c._get_method(n) for n in module._c._method_names()]
+    for each in compiled:
+        each._debug_flush_compilation_cache()
+
+
+def _prepare(modules: Sequence[nn.Module], snapshot: _Snapshot, dtype: torch.dtype | None) -> None:
     for module in modules:
         module.training = False
         # Hooks on the backward pass could return something that is not the derivative.
         for hooks in ("_backward_hooks", "_backward_pre_hooks"):
             if module.__dict__.get(hooks):
                 module.__dict__[hooks] = type(module.__dict__[hooks])()
-        # `max_norm` renormalises the embedding in place, in the forward pass: work on a copy.
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            module.weight.data = module.weight.data.clone()
-    for parameter in parameters:
-        if dtype is not None and parameter.dtype != dtype and parameter.is_floating_point():
-            parameter.grad = None
-            parameter.data = parameter.data.to(dtype)
+    for _, parameter in snapshot.parameters.values():
+        if parameter.is_leaf:
+            parameter.grad = None  # nothing that runs in a session adds to what is there
         if parameter._backward_hooks is not None:
             parameter._backward_hooks = None
-        wanted = id(parameter) in measured and parameter.is_floating_point()
-        if parameter.requires_grad != wanted:
-            parameter.requires_grad_(wanted)
-    for buffer in buffers:
-        if dtype is not None and buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+    for _, tensor in (*snapshot.parameters.values(), *snapshot.buffers.values()):
+        if _to_convert(tensor, dtype):
+            tensor.data = tensor.data.to(dtype)

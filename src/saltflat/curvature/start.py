@@ -38,7 +38,9 @@ def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
         plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
     if isinstance(risk.loss, Loss | JointLoss):
         return plan
-    few, outputs = halving(lambda wanted: _few(risk, first, wanted), 8)
+    # A part of a batch whose samples depend on each other may make no sense.
+    wanted = first.size if plan.coupled else 8
+    few, outputs = halving(lambda most: _few(risk, first, most), wanted)
     _look_at_loss(risk, outputs, few)
     risk.loss = classify(risk.loss, outputs, few, risk.parameters)
     return plan

@@ -17,6 +17,7 @@ from saltflat.losses import JointLoss, Loss
 from saltflat.measures.engine import CurvatureEngine
 from saltflat.report import Provenance
 from saltflat.risk import Risk
+from saltflat.session import dense_parts
 from saltflat.version import __version__
 
 
@@ -68,9 +69,10 @@ def model_hash(model: nn.Module) -> str:
         if not isinstance(tensor, torch.Tensor):
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        content = tensor.detach().cpu().contiguous().reshape(-1)
-        if content.numel():
-            digest.update(content.view(torch.uint8).numpy().data)
+        for part in dense_parts(tensor):
+            content = part.cpu().contiguous().reshape(-1)
+            if content.numel():
+                digest.update(content.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -142,7 +142,16 @@ def duplicate(model: nn.Module) -> nn.Module:
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, memo)
+    with torch.no_grad():  # or else the parameters of a ScriptModule's copy have a history
+        copied = copy.deepcopy(model, memo)
+    if len(list(copied.parameters())) != len(list(model.parameters())):
+        raise ModelError(
+            "A ScriptModule shares parameters with the rest of the model, and a copy of it does "
+            "not. Use the module that was scripted instead."
+        )
+    for before, p in zip(model.parameters(), copied.parameters(), strict=True):
+        p.requires_grad_(before.requires_grad)
+    return copied
 
 
 def _variance(var: Tensor, eps: float, factor: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measures.batchnorm import Feeds
 from saltflat.risk import unwrap
 from saltflat.symmetries.find import symmetries
 from saltflat.symmetries.group import Group
-from saltflat.training.perturb import listen
+from saltflat.training.perturb import Handle, listen
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -64,7 +63,7 @@ class FilterSearch:
         self._feeds: Feeds | None = None
         self._opened_by: nn.Module | None = None  # the model, or what wraps it
         self._stack = ExitStack()
-        self._handles: list[RemovableHandle] = listen(self._before, self._after)
+        self._handles: list[Handle] = listen(self._before, self._after)
 
     def close(self) -> None:
         for handle in self._handles:

@@ -25,14 +25,40 @@ from saltflat.training.vectors import copies
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
+@final
+class Hush:
+    """As long as there are hooks of ours, no warning that torch.compile's wrapper runs them too.
+
+    That is what is wanted here. The warning is given where a user calls a model, so only a filter
+    reaches it; it goes with the last of the hooks.
+    """
+
+    _open = 0
+
+    def __init__(self) -> None:
+        message = "Using `torch.compile.module.` when there are global"
+        warnings.filterwarnings("ignore", message=message)  # there once, however often it is made
+        self._filter = warnings.filters[0]
+        Hush._open += 1
+
+    def remove(self) -> None:
+        Hush._open -= 1
+        if Hush._open == 0 and self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+
+Handle = RemovableHandle | Hush
+
+
 def listen(
     before: Callable[[nn.Module, Any], None],
     after: Callable[[nn.Module, Any, Any], None] | None = None,
-) -> list[RemovableHandle]:
+) -> list[Handle]:
     """Call `before` and `after` around the forward pass of every module, also a failing one."""
-    # torch.compile says that its wrapper runs global hooks too. Here that is what is wanted.
-    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
-    handles = [register_module_forward_pre_hook(torch.compiler.disable(before))]
+    handles: list[Handle] = [
+        Hush(),
+        register_module_forward_pre_hook(torch.compiler.disable(before)),
+    ]
     if after is not None:
         handles.append(
             register_module_forward_hook(torch.compiler.disable(after), always_call=True)
@@ -51,7 +77,7 @@ class FrozenStatistics:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._outermost: nn.Module | None = None
         self._depth = 0
         self._lent: list[tuple[nn.Module, str, Tensor]] = []
@@ -122,7 +148,7 @@ class Replay:
         self._optimizer = weakref.ref(optimizer)
         self._start: list[RandomState] = []
         self._now: list[RandomState] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
 
     def arm(self) -> None:
         self._start = []
