@@ -4,7 +4,7 @@ trace      Σ s ‖G_d‖²      = Σ_n ‖x‖² Σ_d s ‖δ_d‖²
 diagonal   Σ s G_d²        = Σ_n (Σ_d s δ_d²) (x²)ᵀ
 columns    Σ s (Wᵀδ_d ∘ x)² = Σ_n x² ∘ Σ_d s (Wᵀδ_d)²
 rows       Σ s (δ_d ∘ Wx)²  = Σ_n (Wx)² ∘ Σ_d s δ_d²
-flatness   Σ s ‖WᵀG_d‖²    = Σ_n ‖x‖² Σ_d s δ_dᵀ W Wᵀ δ_d
+flatness   Σ s ‖WᵀG_d‖²    = Σ_n ‖x‖² Σ_d s ‖Wᵀδ_d‖²
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltflat.curvature.contract import row_blocks
 from saltflat.curvature.layout import LinearLayout
-from saltflat.curvature.quadratic import Form, Weight, divide
+from saltflat.curvature.quadratic import Form, Weight, divide, triangle
 from saltflat.curvature.terms import Outer, Term
 
 
@@ -103,15 +103,10 @@ class RankOne(Term):
         inputs = self.inputs
         if weight.scale is not None:
             w, inputs = w * weight.scale, divide(inputs, weight.scale)
-        each = _weighted(self._pulled(w), sign)
-        return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
-
-    def _pulled(self, w: Tensor) -> Tensor:
-        """‖Wᵀδ_d‖², (D, n): by whichever of W and W Wᵀ is smaller."""
         deltas = self.deltas.values
-        if w.shape[1] < w.shape[0]:
-            return _squared_norms(deltas @ w)
-        return (deltas @ (w @ w.mT)).mul_(deltas).sum(2)
+        pulled = deltas @ triangle(w, deltas.shape[:2].numel()).mT
+        each = _weighted(_squared_norms(pulled), sign)
+        return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
 
     def _columns(self, w: Tensor, sign: Tensor | None) -> Tensor:
         deltas = self.deltas.values
