@@ -28,20 +28,22 @@ class Deltas:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
-        self._squares: Tensor | None = None
-        self._norms: Tensor | None = None
+        self._squares: dict[bool, Tensor] = {}  # without signs, and with them
+        self._norms: dict[bool, Tensor] = {}
 
     def squares(self, sign: Tensor | None) -> Tensor:
-        """Σ_d s δ_d², (n, a); `sign` is (D, n) or None, the same in every call."""
-        if self._squares is None:
-            self._squares = _weighted(self.values.square(), sign)
-        return self._squares
+        """Σ_d s δ_d², (n, a); `sign` is (D, n), the same in every call that has one, or None."""
+        key = sign is not None
+        if key not in self._squares:
+            self._squares[key] = _weighted(self.values.square(), sign)
+        return self._squares[key]
 
     def norms(self, sign: Tensor | None) -> Tensor:
         """Σ_d s ‖δ_d‖², (n,), without writing the squares out."""
-        if self._norms is None:
-            self._norms = _weighted(_squared_norms(self.values), sign)
-        return self._norms
+        key = sign is not None
+        if key not in self._norms:
+            self._norms[key] = _weighted(_squared_norms(self.values), sign)
+        return self._norms[key]
 
 
 @final
