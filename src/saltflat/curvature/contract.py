@@ -14,7 +14,7 @@ and are cheaper where T is small. The cheapest way is taken, and checked: where 
 gradients l_t r_tᵀ nearly cancel each other (inputs with a large common offset, deltas that add up
 to 0), the expansion adds large terms of both signs. Let S be its terms with t = t'. All its terms
 together are at most T S in size (Cauchy–Schwarz); their rounding leaves an error of the order of
-ε S in ‖G‖², that of G itself one of 2 ε sqrt(S) ‖G‖. So where S exceeds 16 ‖G‖² the expansion is
+ε S in ‖G‖², that of G itself one of 2 ε sqrt(S) ‖G‖. So where S exceeds 8 ‖G‖² the expansion is
 given up, for single samples of a trace and for single rows and columns of a diagonal: scaling a
 unit scales both sides alike.
 
@@ -36,7 +36,7 @@ _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 28
 
 # How much larger than the sum of an expanded square its terms with t = t' may be.
-_CANCELLATION = 16.0
+CANCELLATION = 8.0
 
 
 def trace(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
@@ -77,41 +77,44 @@ def stack(each: Each) -> Tensor:
 
 
 def squares_by_gram(
-    parts: Sequence[Tensor],
-    inner: Tensor,
-    gram: Tensor | None = None,
-    cancellation: float = _CANCELLATION,
+    parts: Sequence[Tensor], inner: Tensor, cancellation: float = CANCELLATION
 ) -> Tensor:
-    """Σ_d ‖G_d‖² = Σ_{t,t'} (Σ_d l_t·l_t') (r_t·r_t') of m matrices, without a gradient.
+    """Σ_d ‖G_d‖² of m matrices by `gram_squares`, once more where too many digits cancel: in
+    float64, or from the gradients if it was that already."""
+    squares, lost = gram_squares(parts, inner, inner.mT @ inner, cancellation)
+    if not bool(lost.any()):
+        return squares
+    parts, inner = [part[lost] for part in parts], inner[lost]
+    if inner.dtype != torch.float64:
+        room = wide_cancellation(inner.dtype, cancellation)
+        again = squares_by_gram([part.double() for part in parts], inner.double(), room)
+    else:
+        gradients = (part @ inner.mT for part in parts)
+        norms = [torch.linalg.vector_norm(each, dim=(1, 2)) for each in gradients]
+        again = torch.stack(norms).square().sum(0)
+    squares[lost] = again.to(squares)
+    return squares
 
-    `parts[d]` is (m, a, T), `inner` (m, b, T), and `gram` its r_t·r_t' where these are known. Where
-    too many digits cancel, once more in float64, or from the gradients if it was that already.
+
+def gram_squares(
+    parts: Sequence[Tensor], inner: Tensor, gram: Tensor, cancellation: float = CANCELLATION
+) -> tuple[Tensor, Tensor]:
+    """Σ_d ‖G_d‖² = Σ_{t,t'} (Σ_d l_t·l_t') (r_t·r_t') of m matrices, and where it is lost.
+
+    `parts[d]` is (m, a, T), `inner` (m, b, T) and `gram` its r_t·r_t'.
     """
-    gram = inner.mT @ inner if gram is None else gram
     terms = torch.zeros_like(gram)
     for part in parts:
         terms.baddbmm_(part.mT, part)
     terms.mul_(gram)
     squares = terms.sum((1, 2))
-    if inner.shape[2] == 1:
-        return squares
-    lost = terms.diagonal(dim1=1, dim2=2).sum(1) > cancellation * squares
-    if bool(lost.any()):
-        chosen = [part[lost] for part in parts]
-        squares[lost] = _squares_again(chosen, inner[lost], cancellation).to(squares)
-    return squares
+    alone = squares if inner.shape[2] == 1 else terms.diagonal(dim1=1, dim2=2).sum(1)
+    return squares, ~(alone <= cancellation * squares)  # also where large terms make it NaN
 
 
-def _squares_again(parts: Sequence[Tensor], inner: Tensor, cancellation: float) -> Tensor:
-    """What `squares_by_gram` gives, to more digits."""
-    if inner.dtype != torch.float64:
-        # That many more digits may cancel before fewer are left than the given dtype holds.
-        cancellation *= torch.finfo(inner.dtype).eps / torch.finfo(torch.float64).eps
-        wide = [part.double() for part in parts]
-        return squares_by_gram(wide, inner.double(), cancellation=cancellation)
-    gradients = (part @ inner.mT for part in parts)
-    norms = [torch.linalg.vector_norm(each, dim=(1, 2)) for each in gradients]
-    return torch.stack(norms).square().sum(0)
+def wide_cancellation(dtype: torch.dtype, cancellation: float = CANCELLATION) -> float:
+    """How much may cancel in float64 before fewer digits are left than `dtype` holds."""
+    return cancellation * torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
 
 
 def _trace_gram(left: Each, right: Tensor) -> Tensor:
@@ -156,8 +159,8 @@ def _diagonal_pairs(left: Each, right: Tensor) -> Tensor:
         columns_alone += torch.einsum("ngt,ngbt->gb", alone.sum(2), inner)
     if positions > 1:
         result.clamp_(min=0)
-        lost_rows = rows_alone > _CANCELLATION * result.sum(2)
-        lost_columns = columns_alone > _CANCELLATION * result.sum(1)
+        lost_rows = ~(rows_alone <= CANCELLATION * result.sum(2))
+        lost_columns = ~(columns_alone <= CANCELLATION * result.sum(1))
         _write_again(result, lost_rows.any(0), lost_columns.any(0), left, right)
     return result
 

@@ -18,7 +18,14 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.contract import Each, flat, row_blocks, squares_by_gram
+from saltflat.curvature.contract import (
+    Each,
+    flat,
+    gram_squares,
+    row_blocks,
+    squares_by_gram,
+    wide_cancellation,
+)
 from saltflat.curvature.layout import Layout
 from saltflat.curvature.matrix import Matrix
 
@@ -59,21 +66,22 @@ def _flatness(gradient: Tensor, weight: Weight) -> Tensor:
         scale = weight.scale.reshape(w.shape[0], 1, w.shape[2], 1)
         g, w = divide(g, scale), w * scale
     g, w = g.flatten(-2), w.flatten(-2)
-    return (triangle(w, len(g) * g.shape[-1]) @ g).square_().sum((1, 2, 3))
+    root = triangle(w, len(g) * g.shape[-1])
+    return (root @ g.to(root.dtype)).square_().sum((1, 2, 3))
 
 
 def triangle(w: Tensor, count: int) -> Tensor:
     """A matrix R, (…, k, a), with ‖R v‖ = ‖Wᵀ v‖: Wᵀ itself, or the triangle of Wᵀ = Q R.
 
-    `count` is of how many vectors v: the triangle is for many, and for W of more columns than rows.
-    (vᵀ (W Wᵀ) v would cost as much, and lose twice the digits: it may even be negative.)
+    `count` is of how many vectors v: the triangle is for many, and for W of far more columns than
+    rows. It is in float64, as its rounding would be the same for all v and not average out.
+    (vᵀ (W Wᵀ) v would cost as much and lose twice the digits: it may even be negative.)
     """
     a, b = w.shape[-2:]
-    if count * (b - a) <= 2 * a * b:
+    if count * (b - 2 * a) <= 4 * a * b:
         return w.mT
-    wide = w.mT.to(torch.promote_types(w.dtype, torch.float32))
-    upper: Tensor = torch.linalg.qr(wide, mode="r").R
-    return upper.to(w.dtype)
+    upper: Tensor = torch.linalg.qr(w.mT.double(), mode="r").R
+    return upper
 
 
 def divide(values: Tensor, scale: Tensor) -> Tensor:
@@ -144,14 +152,25 @@ def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
 
 def _norms_by_gram(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
     """‖Wᵀ G_d‖² = Σ_{t,t'} (R l_t · R l_t') (r_t · r_t') of every sample."""
-    inner = flat(right)
+    inner, groups = flat(right), right.shape[:2]
     gram = inner.mT @ inner
     for delta in deltas:
-        squares = squares_by_gram([flat(root @ delta)], inner, gram)
-        yield squares.reshape(right.shape[:2]).sum(1)
+        pulled = (root @ delta.to(root.dtype)).to(right.dtype)
+        squares, lost = (v.reshape(groups) for v in gram_squares([flat(pulled)], inner, gram))
+        if bool(lost.any()):
+            rows = lost.any(1)
+            squares[rows] = _squares_again(delta[rows], right[rows], root).to(squares)
+        yield squares.sum(1)
+
+
+def _squares_again(delta: Tensor, right: Tensor, root: Tensor) -> Tensor:
+    """The same in float64, R l_t included: its rounding would not average out; (n, g)."""
+    pulled = flat(root.double() @ delta.double())
+    room = wide_cancellation(right.dtype)
+    return squares_by_gram([pulled], flat(right.double()), room).reshape(right.shape[:2])
 
 
 def _norms_by_gradient(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
     """‖Wᵀ G_d‖² = ‖R G_d‖² of every sample."""
     for delta in deltas:
-        yield (root @ (delta @ right.mT)).square_().sum((1, 2, 3))
+        yield (root @ (delta @ right.mT).to(root.dtype)).square_().sum((1, 2, 3))

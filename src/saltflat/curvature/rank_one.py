@@ -105,8 +105,8 @@ class RankOne(Term):
         inputs = self.inputs
         if weight.scale is not None:
             w, inputs = w * weight.scale, divide(inputs, weight.scale)
-        deltas = self.deltas.values
-        pulled = deltas @ triangle(w, deltas.shape[:2].numel()).mT
+        root = triangle(w, self.deltas.values.shape[:2].numel())
+        pulled = self.deltas.values.to(root.dtype) @ root.mT
         each = _weighted(_squared_norms(pulled), sign)
         return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
 

@@ -151,7 +151,8 @@ class Lookup(Term):
             elif form == "rows":
                 total += signed((delta * rows).sum(1).double().square(), part).sum(0)
             else:
-                total += signed((delta @ root.mT).square_().sum(2).double(), part).sum()
+                pulled = delta.to(root.dtype) @ root.mT
+                total += signed(pulled.square_().sum(2).double(), part).sum()
         return total if form != "flatness" else total[0]
 
     def _distinct(self) -> Iterator[Tensor]:
