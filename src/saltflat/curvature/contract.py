@@ -141,10 +141,8 @@ def _diagonal_pairs(left: Each, right: Tensor) -> Tensor:
     groups, b, positions = right.shape[1:]
     a = left[0].shape[2]
     first, second = torch.triu_indices(positions, positions, device=right.device)
-    same = (first == second).nonzero()[:, 0]
     twice = torch.where(first == second, 1.0, 2.0).to(right)
     result = right.new_zeros(groups, a, b)
-    rows_alone, columns_alone = right.new_zeros(groups, a), right.new_zeros(groups, b)
     for rows in row_blocks(right, len(first) * (b + a)):
         pairs: Tensor | None = None
         for delta in left:
@@ -153,16 +151,28 @@ def _diagonal_pairs(left: Each, right: Tensor) -> Tensor:
             pairs = product if pairs is None else pairs.add_(product)
         assert pairs is not None
         inner = right[rows][..., first] * right[rows][..., second] * twice
-        result += torch.einsum("ngap,ngbp->gab", pairs, inner)
-        alone, inner = pairs[..., same], inner[..., same]
-        rows_alone += torch.einsum("ngat,ngt->ga", alone, inner.sum(2))
-        columns_alone += torch.einsum("ngt,ngbt->gb", alone.sum(2), inner)
+        result.baddbmm_(_side_by_side(pairs), _side_by_side(inner).mT)
     if positions > 1:
-        result.clamp_(min=0)
-        lost_rows = ~(rows_alone <= CANCELLATION * result.sum(2))
-        lost_columns = ~(columns_alone <= CANCELLATION * result.sum(1))
-        _write_again(result, lost_rows.any(0), lost_columns.any(0), left, right)
+        lost = _lost_lines(result, left, right)
+        _write_again(result.clamp_(min=0), *lost, left, right)
     return result
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(n, g, a, p) as (g, a, n·p)."""
+    return x.permute(1, 2, 0, 3).flatten(2)
+
+
+def _lost_lines(result: Tensor, left: Each, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows (a) and columns (b) of a diagonal by pairs in which too many digits cancel."""
+    outer = left[0].square()
+    for delta in left[1:]:
+        outer.addcmul_(delta, delta)
+    inner = right.square()
+    rows = torch.einsum("ngat,ngt->ga", outer, inner.sum(2))
+    columns = torch.einsum("ngt,ngbt->gb", outer.sum(2), inner)
+    sound = rows <= CANCELLATION * result.sum(2), columns <= CANCELLATION * result.sum(1)
+    return ~sound[0].all(0), ~sound[1].all(0)
 
 
 def _write_again(
