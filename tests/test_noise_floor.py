@@ -186,8 +186,6 @@ def test_order_of_samples(case: Case) -> None:
     values = []
     for seed in range(6):
         rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        report = sf.measure(
-            case.model(), (x[rows], y[rows]), case.loss, ["normalized_sharpness"]
-        )
+        report = sf.measure(case.model(), (x[rows], y[rows]), case.loss, ["normalized_sharpness"])
         values.append(report["normalized_sharpness"].value)
     assert max(values) - min(values) < 1e-9 * max(values)

@@ -182,7 +182,7 @@ def _write_again(
     rows, columns = lost_rows.nonzero()[:, 0], lost_columns.nonzero()[:, 0]
     if len(columns):
         result[:, :, columns] = _diagonal_gradient(left, right.index_select(2, columns), None)
-    if 0 < len(rows) and len(columns) < len(lost_columns):
+    if len(rows) and len(columns) < len(lost_columns):
         chosen = [delta.index_select(2, rows) for delta in left]
         result[:, rows] = _diagonal_gradient(chosen, right, None)
 

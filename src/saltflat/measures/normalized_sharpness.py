@@ -160,9 +160,9 @@ class BalancedLayer:
         return self.matrix.ungrouped(each, self.shape)
 
 
-# Of the sum of the terms' sizes. Rounding leaves a few ε of it, in passes and sums of any order; the
-# square root under which h enters makes sqrt(ε) of that where h is 0. From 1024 ε on, the same few
-# ε move the root by less than 1e-9: by 4 ε / (2 · 1024 ε) of sqrt(1024 ε).
+# In ε of the sum of the terms' sizes. Rounding leaves a few of them, in passes and sums of any
+# order; where h is 0, the square root under which it enters makes sqrt(ε) of that. Above 1024 ε the
+# same few ε move the root by less than 1e-9: by 4 ε / (2 · 1024 ε) of sqrt(1024 ε).
 _NOISE = 1024.0
 
 
