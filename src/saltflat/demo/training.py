@@ -27,10 +27,16 @@ def samples() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def network(widths: list[int], seed: int) -> nn.Module:
-    """A ReLU network in float64 whose initial weights depend on the seed alone."""
+    """A ReLU network in float64 whose initial weights depend on the seed alone.
+
+    They are drawn in float64 too: in float32 their rounding is no longer small beside the grid.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         model = mlp(widths).double()
+        torch.manual_seed(seed)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
     settle(model.parameters())
     return model
 
