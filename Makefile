@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench clean
+.PHONY: help demo test portable slow lint bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,15 @@ demo: $(STAMP) ## train networks on digits and measure how flat their minima are
 # Two workers of one thread each are faster than one worker of two threads.
 test: $(STAMP) ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# The numbers must not depend on the CPU: the numeric tests once more with the least instructions
+# that torch, oneDNN and MKL know. (For another set: make portable CPU="ATEN_CPU_CAPABILITY=avx2".)
+CPU ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+NUMERIC := $(addprefix tests/test_,balance.py cancellation.py geometric.py least_trace.py \
+	measures.py minimum_sharpness.py noise_floor.py normalized_features.py normalized_recipe.py peers.py)
+
+portable: $(STAMP) ## run the numeric tests as on the oldest CPU
+	OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m pytest -n 2 $(NUMERIC)
 
 slow: $(STAMP) ## run the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow

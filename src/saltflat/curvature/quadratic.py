@@ -18,7 +18,14 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.contract import Each, row_blocks
+from saltflat.curvature.contract import (
+    Each,
+    flat,
+    gram_squares,
+    row_blocks,
+    squares_by_gram,
+    wide_cancellation,
+)
 from saltflat.curvature.layout import Layout
 from saltflat.curvature.matrix import Matrix
 
@@ -43,13 +50,13 @@ def signed(values: Tensor, sign: Tensor | None) -> Tensor:
 def written_out(gradient: Tensor, weight: Weight, sign: Tensor | None, form: Form) -> Tensor:
     """A form of gradients (D, n, *shape), as they stand."""
     lead = gradient.shape[:2].numel()
-    flat = gradient.flatten(0, 1)
+    each = gradient.flatten(0, 1)
     flat_sign = None if sign is None else sign.reshape(lead)
     matrix = weight.matrix
     if form == "flatness":
-        return signed(_flatness(flat, weight), flat_sign).sum(dtype=torch.float64)
+        return signed(_flatness(each, weight), flat_sign).sum(dtype=torch.float64)
     sums = matrix.columns if form == "columns" else matrix.rows
-    return signed(sums(flat * weight.values, 1).double().square(), flat_sign).sum(0)
+    return signed(sums(each * weight.values, 1).double().square(), flat_sign).sum(0)
 
 
 def _flatness(gradient: Tensor, weight: Weight) -> Tensor:
@@ -59,7 +66,22 @@ def _flatness(gradient: Tensor, weight: Weight) -> Tensor:
         scale = weight.scale.reshape(w.shape[0], 1, w.shape[2], 1)
         g, w = divide(g, scale), w * scale
     g, w = g.flatten(-2), w.flatten(-2)
-    return ((w @ w.mT) @ g * g).sum((1, 2, 3))
+    root = triangle(w, len(g) * g.shape[-1])
+    return (root @ g.to(root.dtype)).square_().sum((1, 2, 3))
+
+
+def triangle(w: Tensor, count: int) -> Tensor:
+    """A matrix R, (…, k, a), with ‖R v‖ = ‖Wᵀ v‖: Wᵀ itself, or the triangle of Wᵀ = Q R.
+
+    `count` is of how many vectors v: the triangle is for many, and for W of far more columns than
+    rows. It is in float64, as its rounding would be the same for all v and not average out.
+    (vᵀ (W Wᵀ) v would cost as much and lose twice the digits: it may even be negative.)
+    """
+    a, b = w.shape[-2:]
+    if count * (b - 2 * a) <= 4 * a * b:
+        return w.mT
+    upper: Tensor = torch.linalg.qr(w.mT.double(), mode="r").R
+    return upper
 
 
 def divide(values: Tensor, scale: Tensor) -> Tensor:
@@ -112,32 +134,43 @@ def _columns(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor 
 
 
 def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
-    """By Gram matrices of positions, or by W Wᵀ and the gradients: whichever is smaller."""
+    """By Gram matrices of positions, or by the gradients: whichever is smaller."""
     total = torch.zeros((), dtype=torch.float64, device=right.device)
     a, positions = left[0].shape[2:]
     b = right.shape[2]
     by_gram = positions <= a
     norms = _norms_by_gram if by_gram else _norms_by_gradient
     each = positions * (b + positions) if by_gram else a * b
+    root = triangle(w, len(left) * len(right) * (positions if by_gram else b))
     for rows in row_blocks(right, 2 * each):
         deltas = (delta[rows] for delta in left)
-        for d, values in enumerate(norms(deltas, right[rows], w)):
+        for d, values in enumerate(norms(deltas, right[rows], root)):
             part = None if sign is None else sign[d, rows]
             total += signed(values.double(), part).sum()
     return total
 
 
-def _norms_by_gram(deltas: Iterable[Tensor], right: Tensor, w: Tensor) -> Iterator[Tensor]:
-    """‖Wᵀ G_d‖² = Σ_{t,t'} (Wᵀ l_t · Wᵀ l_t') (r_t · r_t') of every sample."""
-    gram = right.mT @ right
+def _norms_by_gram(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
+    """‖Wᵀ G_d‖² = Σ_{t,t'} (R l_t · R l_t') (r_t · r_t') of every sample."""
+    inner, groups = flat(right), right.shape[:2]
+    gram = inner.mT @ inner
     for delta in deltas:
-        pulled = w.mT @ delta
-        yield (pulled.mT @ pulled).mul_(gram).sum((1, 2, 3))
+        pulled = (root @ delta.to(root.dtype)).to(right.dtype)
+        squares, lost = (v.reshape(groups) for v in gram_squares([flat(pulled)], inner, gram))
+        if bool(lost.any()):
+            rows = lost.any(1)
+            squares[rows] = _squares_again(delta[rows], right[rows], root).to(squares)
+        yield squares.sum(1)
 
 
-def _norms_by_gradient(deltas: Iterable[Tensor], right: Tensor, w: Tensor) -> Iterator[Tensor]:
-    """‖Wᵀ G_d‖² = Σ (W Wᵀ G_d) ∘ G_d of every sample."""
-    square = w @ w.mT
+def _squares_again(delta: Tensor, right: Tensor, root: Tensor) -> Tensor:
+    """The same in float64, R l_t included: its rounding would not average out; (n, g)."""
+    pulled = flat(root.double() @ delta.double())
+    room = wide_cancellation(right.dtype)
+    return squares_by_gram([pulled], flat(right.double()), room).reshape(right.shape[:2])
+
+
+def _norms_by_gradient(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
+    """‖Wᵀ G_d‖² = ‖R G_d‖² of every sample."""
     for delta in deltas:
-        gradient = delta @ right.mT
-        yield (square @ gradient).mul_(gradient).sum((1, 2, 3))
+        yield (root @ (delta @ right.mT).to(root.dtype)).square_().sum((1, 2, 3))

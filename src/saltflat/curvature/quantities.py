@@ -11,11 +11,20 @@ from torch import Tensor
 from saltflat.curvature.quadratic import Form, Weight
 from saltflat.curvature.terms import Term
 
-Kind = Literal["trace", "diagonal", "columns", "rows", "flatness", "normalized_flatness", "fisher"]
+Kind = Literal[
+    "trace",
+    "diagonal",
+    "magnitude",
+    "columns",
+    "rows",
+    "flatness",
+    "normalized_flatness",
+    "fisher",
+]
 
 # Quadratic in the directions of the loss's Hessian …
 CURVATURE: frozenset[Kind] = frozenset(
-    {"trace", "diagonal", "columns", "rows", "flatness", "normalized_flatness"}
+    {"trace", "diagonal", "magnitude", "columns", "rows", "flatness", "normalized_flatness"}
 )
 # … and in its gradient: Σ_i θ_i² (∂ℓ/∂θ_i)².
 FISHER: frozenset[Kind] = frozenset({"fisher"})
@@ -44,7 +53,13 @@ def shape(kind: Kind, parameter: Tensor, weight: Weight | None) -> torch.Size:
 def reduce(
     term: Term, kinds: frozenset[Kind], weight: Weight | None, sign: Tensor | None
 ) -> Iterator[tuple[Kind, Tensor]]:
-    """The wanted quantities of one term; each is a sum over directions and samples."""
+    """The wanted quantities of one term; each is a sum over directions and samples.
+
+    The magnitude is Σ |s| G² beside the diagonal's Σ s G²: what the diagonal's rounding is relative
+    to. Where no term is negative it is the diagonal itself, and left out; its sum then stays 0.
+    (Of a sum in which some chunks have negative terms and some have not, at most half of what can
+    cancel is left out.)
+    """
     if "diagonal" in kinds:
         diagonal = term.diagonal(sign)
         yield "diagonal", diagonal
@@ -52,6 +67,8 @@ def reduce(
             yield "trace", diagonal.sum(dtype=torch.float64)
     elif "trace" in kinds:
         yield "trace", term.trace(sign)
+    if "magnitude" in kinds and sign is not None:
+        yield "magnitude", term.diagonal(None)
     for kind, form in FORMS.items():
         if kind in kinds:
             assert weight is not None

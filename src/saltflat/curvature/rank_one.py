@@ -4,7 +4,7 @@ trace      Σ s ‖G_d‖²      = Σ_n ‖x‖² Σ_d s ‖δ_d‖²
 diagonal   Σ s G_d²        = Σ_n (Σ_d s δ_d²) (x²)ᵀ
 columns    Σ s (Wᵀδ_d ∘ x)² = Σ_n x² ∘ Σ_d s (Wᵀδ_d)²
 rows       Σ s (δ_d ∘ Wx)²  = Σ_n (Wx)² ∘ Σ_d s δ_d²
-flatness   Σ s ‖WᵀG_d‖²    = Σ_n ‖x‖² Σ_d s δ_dᵀ W Wᵀ δ_d
+flatness   Σ s ‖WᵀG_d‖²    = Σ_n ‖x‖² Σ_d s ‖Wᵀδ_d‖²
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltflat.curvature.contract import row_blocks
 from saltflat.curvature.layout import LinearLayout
-from saltflat.curvature.quadratic import Form, Weight, divide
+from saltflat.curvature.quadratic import Form, Weight, divide, triangle
 from saltflat.curvature.terms import Outer, Term
 
 
@@ -28,20 +28,22 @@ class Deltas:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
-        self._squares: Tensor | None = None
-        self._norms: Tensor | None = None
+        self._squares: dict[bool, Tensor] = {}  # without signs, and with them
+        self._norms: dict[bool, Tensor] = {}
 
     def squares(self, sign: Tensor | None) -> Tensor:
-        """Σ_d s δ_d², (n, a); `sign` is (D, n) or None, the same in every call."""
-        if self._squares is None:
-            self._squares = _weighted(self.values.square(), sign)
-        return self._squares
+        """Σ_d s δ_d², (n, a); `sign` is (D, n), the same in every call that has one, or None."""
+        key = sign is not None
+        if key not in self._squares:
+            self._squares[key] = _weighted(self.values.square(), sign)
+        return self._squares[key]
 
     def norms(self, sign: Tensor | None) -> Tensor:
         """Σ_d s ‖δ_d‖², (n,), without writing the squares out."""
-        if self._norms is None:
-            self._norms = _weighted(_squared_norms(self.values), sign)
-        return self._norms
+        key = sign is not None
+        if key not in self._norms:
+            self._norms[key] = _weighted(_squared_norms(self.values), sign)
+        return self._norms[key]
 
 
 @final
@@ -103,15 +105,10 @@ class RankOne(Term):
         inputs = self.inputs
         if weight.scale is not None:
             w, inputs = w * weight.scale, divide(inputs, weight.scale)
-        each = _weighted(self._pulled(w), sign)
+        root = triangle(w, self.deltas.values.shape[:2].numel())
+        pulled = self.deltas.values.to(root.dtype) @ root.mT
+        each = _weighted(_squared_norms(pulled), sign)
         return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
-
-    def _pulled(self, w: Tensor) -> Tensor:
-        """‖Wᵀδ_d‖², (D, n): by whichever of W and W Wᵀ is smaller."""
-        deltas = self.deltas.values
-        if w.shape[1] < w.shape[0]:
-            return _squared_norms(deltas @ w)
-        return (deltas @ (w @ w.mT)).mul_(deltas).sum(2)
 
     def _columns(self, w: Tensor, sign: Tensor | None) -> Tensor:
         deltas = self.deltas.values

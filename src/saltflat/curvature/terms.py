@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saltflat.curvature import contract, quadratic
 from saltflat.curvature.layout import Layout
-from saltflat.curvature.quadratic import Form, Weight, signed
+from saltflat.curvature.quadratic import Form, Weight, signed, triangle
 
 
 class Term(ABC):
@@ -136,11 +136,13 @@ class Lookup(Term):
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
         """The table is a matrix whose input units are its rows."""
         rows = weight.values[self.index.clamp(min=0)]
-        square = weight.values.mT @ weight.values
         if weight.scale is not None:
             return quadratic.written_out(self.gradient(), weight, sign, form)
         width = self.rows if form == "columns" else rows.shape[-1] if form == "rows" else 1
         total = rows.new_zeros(width, dtype=torch.float64)
+        root = rows
+        if form == "flatness":
+            root = triangle(weight.values.mT, len(self.deltas) * self.index.numel())
         for d, delta in enumerate(self._distinct()):
             part = None if sign is None else sign[d]
             if form == "columns":
@@ -149,7 +151,8 @@ class Lookup(Term):
             elif form == "rows":
                 total += signed((delta * rows).sum(1).double().square(), part).sum(0)
             else:
-                total += signed((delta @ square * delta).sum(2).double(), part).sum()
+                pulled = delta.to(root.dtype) @ root.mT
+                total += signed(pulled.square_().sum(2).double(), part).sum()
         return total if form != "flatness" else total[0]
 
     def _distinct(self) -> Iterator[Tensor]:

@@ -13,9 +13,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.data.digits import digits
 from saltflat.demo.random_labels import randomised
-from saltflat.demo.training import accuracy, network
+from saltflat.demo.training import accuracy, network, samples, settle
 
 SEEDS = range(5)
 NOISE = 0.25
@@ -68,7 +67,7 @@ METHODS = {"SGD": sgd, "SAM, ρ = 0.1": sam, "FAM, strength 1e-3": fam}
 
 
 def run(console: Console) -> None:
-    train_x, train_y, test_x, test_y = digits()
+    train_x, train_y, test_x, test_y = samples()
     view = Table(title=f"{NOISE:.0%} of the training labels are random", title_justify="left")
     for column in ("trained with", "test accuracy", "train accuracy", "minimum sharpness"):
         view.add_column(column, justify="left" if column == "trained with" else "right")
@@ -79,7 +78,7 @@ def run(console: Console) -> None:
             for seed in SEEDS:
                 labels = randomised(train_y, NOISE, seed)
                 model = network(WIDTHS, seed)
-                _train(make(model), train_x, labels, seed)
+                _train(model, make(model), train_x, labels, seed)
                 report = sf.measure(
                     model, (train_x, labels), measures=["minimum_sharpness"], progress=False
                 )
@@ -92,11 +91,12 @@ def run(console: Console) -> None:
     console.print(f"Means over {len(SEEDS)} seeds ± standard error, {EPOCHS} epochs each.\n")
 
 
-def _train(step: Step, x: Tensor, y: Tensor, seed: int) -> None:
+def _train(model: nn.Module, step: Step, x: Tensor, y: Tensor, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(x), generator=generator).split(128):
             step(x[rows], y[rows])
+            settle(model.parameters())
 
 
 def _spread(values: tuple[float, ...], factor: float) -> str:

@@ -18,8 +18,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 import saltflat as sf
-from saltflat.data.digits import digits
-from saltflat.demo.training import accuracy, network, train
+from saltflat.demo.training import accuracy, network, samples, train
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEEDS = (0, 1, 2)
@@ -49,7 +48,7 @@ def rank_correlation(
 
 
 def run(console: Console) -> None:
-    train_x, train_y, test_x, test_y = digits()
+    train_x, train_y, test_x, test_y = samples()
     rows: list[tuple[float, float, sf.Report]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("training and measuring", total=len(SHARES) * len(SEEDS))

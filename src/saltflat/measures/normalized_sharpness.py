@@ -26,7 +26,8 @@ class NormalizedSharpness(Measure):
     paper takes the normalized cross-entropy of its eqs. 20–22 (`loss="normalized_cross_entropy"`).
     The minimum is found exactly by alternating minimisation with a duality gap. Convolutions share
     σ over kernel positions. Where h summed over the kernel is negative it counts as zero;
-    `details["clipped"]` is the share of |h| that this concerns.
+    `details["clipped"]` is the share of |h| that this concerns. So does what is zero up to rounding
+    (`noise_floor`).
 
     Of an estimated h (a network that is not piecewise linear, too many directions) the value is
     biased, mostly upwards: noise makes entries negative, and counting those as zero leaves what is
@@ -42,7 +43,7 @@ class NormalizedSharpness(Measure):
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(17)"
-    needs: ClassVar[frozenset[Need]] = frozenset({"diagonal"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"diagonal", "magnitude"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
 
     def __post_init__(self) -> None:
@@ -67,13 +68,14 @@ class NormalizedSharpness(Measure):
 
     def _exactly(self, context: Context) -> Measurement:
         diagonal = context.quantity("diagonal")
+        magnitudes = context.quantities.get("magnitude", Quantity({})).values
         factor = sqrt(0.5 / self.lam)
         by_layer, weights = dict[str, float](), dict[str, Tensor | float]()
         gap, negative, size = 0.0, 0.0, 0.0
         unattained = []
         for layer in context.layers:
             h = diagonal.values[layer.parameter]
-            found = balance_layer(layer, h)
+            found = balance_layer(layer, h, magnitudes.get(layer.parameter))
             by_layer[layer.name] = factor * found.value
             drawn = layer.parameter in diagonal.draws
             weights[layer.parameter] = factor * found.slopes if drawn else 0.0
@@ -158,11 +160,32 @@ class BalancedLayer:
         return self.matrix.ungrouped(each, self.shape)
 
 
-def balance_layer(layer: Layer, h: Tensor) -> BalancedLayer:
-    """eq. 17 for one weight at λ = ½, group by group."""
+# In ε of the sum of the terms' sizes. Rounding leaves a few of them, in passes and sums of any
+# order; where h is 0, the square root under which it enters makes sqrt(ε) of that. Above 1024 ε the
+# same few ε move the root by less than 1e-9: by 4 ε / (2 · 1024 ε) of sqrt(1024 ε).
+_NOISE = 1024.0
+
+
+def noise_floor(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a sum of terms of both signs, computed in `dtype`, is not to be told from 0 below.
+
+    `magnitude` is the sum of their sizes. (A sum of terms of one sign has no floor: its rounding is
+    relative to itself.)
+    """
+    return _NOISE * torch.finfo(dtype).eps * magnitude
+
+
+def balance_layer(layer: Layer, h: Tensor, magnitude: Tensor | None = None) -> BalancedLayer:
+    """eq. 17 for one weight at λ = ½, group by group.
+
+    `magnitude` is of h's shape, or a 0 where h has terms of one sign only: see `noise_floor`.
+    """
     matrix = layer.matrix
     weight = layer.weight.to("cpu", torch.float64)
     sums, squares = matrix.grouped(h.cpu()).sum(-1), matrix.grouped(weight.square()).sum(-1)
+    if magnitude is not None and magnitude.ndim:
+        terms = matrix.grouped(magnitude.cpu()).sum(-1)
+        sums = sums.where(sums.abs() > noise_floor(terms, layer.weight.dtype), 0.0)
     clipped = sums.clamp(min=0)
     found = [balance(*each) for each in zip(clipped, squares, strict=True)]
     negative = float((clipped - sums).sum())
