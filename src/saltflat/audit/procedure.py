@@ -83,7 +83,7 @@ def audit(
     """
     chosen = _measures(measures, functions or {})
     _check(elements, spread)
-    settings = checked_settings(max_directions, memory_budget, "sample")
+    settings = checked_settings(max_directions, memory_budget, "proof")
     strategy = estimator_of(estimator, seed)
     with reporting(progress) as step:
         step("symmetries", 0, 1)
