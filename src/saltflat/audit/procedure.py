@@ -24,7 +24,8 @@ from saltflat.measures import MEASURES
 from saltflat.measures.base import Measure
 from saltflat.measures.planner import chosen_measures, estimator_of
 from saltflat.report.progress import Callback, reporting
-from saltflat.risk import Output, Risk, Unpack, unwrap
+from saltflat.risk import Output, Risk, Unpack, logits, unwrap
+from saltflat.symmetries.evaluate import check_copy
 from saltflat.symmetries.find import symmetries
 from saltflat.symmetries.rescale import duplicate
 
@@ -179,10 +180,11 @@ def _prepared(
     )
     for name, p in wide.named_parameters():
         p.requires_grad_(name in risk.parameters)
-    if example is not None:
-        return wide, example
-    with risk.session():
-        return wide, next(risk.batches()).part(0, _SAMPLES).inputs
+    if example is None:
+        with risk.session():
+            example = next(risk.batches()).part(0, _SAMPLES).inputs
+    check_copy(unwrap(model), wide, example, output or logits)
+    return wide, example
 
 
 def _split(
