@@ -126,8 +126,9 @@ class _Point:
             return {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.parameters.items()}
         named = zip(self.parameters, grads, strict=True)
         sizes = {n: g.abs().cpu() for n, g in named if g is not None}
-        largest = max((float(s.max()) for s in sizes.values() if s.numel()), default=0.0)
-        return {n: s > NOTHING * largest for n, s in sizes.items()}
+        finite = (s[s.isfinite()] for s in sizes.values())
+        largest = max((float(s.max()) for s in finite if s.numel()), default=0.0)
+        return {n: ~(s <= NOTHING * largest) for n, s in sizes.items()}
 
     @torch.no_grad()
     def matters(self, name: str) -> bool:

@@ -98,8 +98,7 @@ class Evaluation:
         """The types narrower than float64 that were met."""
         if isinstance(self._mode, Widen):
             return self._mode.rounded
-        floats = (t.dtype for t in self.start.values() if t.is_floating_point())
-        return {dtype for dtype in floats if dtype != torch.float64}
+        return {t.dtype for t in self.start.values() if t.dtype in NARROW}
 
     def answers(self, values: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """The tensors that are the answer, with some of the values replaced.

@@ -137,7 +137,8 @@ class Propagation:
         slots = [tape.slots[i] for i in indices]
         step = Step(call.op, self.scales, self._contract, tuple(s.shape for s in slots), name)
         try:
-            found = RULES.get(call.op, _no_rule)(step, *args, **kwargs)
+            rule: Rule = RULES.get(call.op, _no_rule)
+            found = rule(step, *args, **kwargs)
             said = [found] if isinstance(found, Tensor) or found is None else list(found)
             return [
                 self._checked(ids, slot, inputs, index in self._used)
@@ -166,8 +167,8 @@ class Propagation:
         if tuple(ids.shape) != slot.shape:
             raise NotUnderstood
         if self._moves(ids):
-            sources = [o.dtype for o in inputs if o.constant is None and self._moves(o.ids)]
-            if not all(_holds(slot.dtype, dtype) for dtype in sources):
+            narrowed = [o for o in inputs if not _holds(slot.dtype, o.dtype)]
+            if any(o.constant is None and self._moves(o.ids) for o in narrowed):
                 raise NotUnderstood
         return ids
 

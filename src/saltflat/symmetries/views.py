@@ -127,9 +127,7 @@ def scatter(
     step: Step, x: Operand, dim: int, i: Operand, source: Any, *args: Any, **kwargs: Any
 ) -> Outputs:
     """Entries of the source may land on, or be added to, any entry along the dimension."""
-    if "prod" in (*args, *kwargs.values(), kwargs.get("reduce")) or "multiply" in kwargs.values():
-        raise NotUnderstood
-    if x.ndim == 0:
+    if x.ndim == 0 or any(a in ("prod", "multiply") for a in (*args, *kwargs.values())):
         raise NotUnderstood
     row = step.scales.tie(x.ids, [dim])
     part = tuple(slice(0, 1 if d == dim % x.ndim else n) for d, n in enumerate(i.shape))
@@ -175,7 +173,7 @@ def _rules() -> dict[Any, Rule]:
         rules |= dict.fromkeys(overloads(name), same)
     for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten"):
         rules |= dict.fromkeys(overloads(name), reshape)
-    # One looks at the bits as if they were of another type, the other takes its start from a tensor.
+    # One looks at bits as if they were of another type, the other takes its start from a tensor.
     del rules[aten.view.dtype], rules[aten.narrow.Tensor]
     for name in ("full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones",
                  "new_full", "new_empty"):  # fmt: skip
