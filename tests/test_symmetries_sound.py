@@ -77,7 +77,7 @@ TWO: list[tuple[str, Callable[[Tensor, Tensor], Tensor], int]] = [
     ("complex", lambda a, b: torch.complex(a, b).abs(), 0),
     ("polar", lambda a, b: torch.polar(a.abs(), b).real, 0),
     ("solve", solved, 0),
-    ("addmv", lambda a, b: torch.addmv(a[:, 0], b, a[1])[:, None] + b, 1),
+    ("addmv", lambda a, b: torch.addmv(a[:, 0], b, a[1])[:, None] + b, 0),
     ("ormqr", rotated, 0),
     ("atan2", torch.atan2, 0),
     ("custom", lambda a, b: gated(a, b), 0),
@@ -391,7 +391,7 @@ def noisy() -> Callable[[Tensor], Tensor]:
 
 
 SPOILED: list[tuple[Callable[[Tensor], Tensor], str]] = [
-    (lambda y: y / 0 * 0, "not finite"),
+    (lambda y: y * torch.full_like(y, torch.nan), "not finite"),
     (noisy(), "differ from run to run"),
     (lambda y: torch.cat([y, torch.full_like(y, -torch.inf)], 1), ""),
     (lambda y: F.dropout(y, 0.5, training=True), ""),

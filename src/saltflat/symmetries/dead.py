@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,8 +127,8 @@ class _Point:
             return {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.parameters.items()}
         named = zip(self.parameters, grads, strict=True)
         sizes = {n: g.abs().cpu() for n, g in named if g is not None}
-        finite = (s[s.isfinite()] for s in sizes.values())
-        largest = max((float(s.max()) for s in finite if s.numel()), default=0.0)
+        most = [float(s.max()) for s in sizes.values() if s.numel()]
+        largest = max((m for m in most if math.isfinite(m)), default=0.0)
         return {n: ~(s <= NOTHING * largest) for n, s in sizes.items()}
 
     @torch.no_grad()

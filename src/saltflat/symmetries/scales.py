@@ -195,8 +195,9 @@ class Scales:
         other side of this very product) keeps what was said of it, and the value comes on top.
         """
         new = self.is_fresh(ids)
-        self._parent[ids[new]] = value[new]
-        self._fresh[ids[new]] = False
+        fresh, defined = (ids, value) if bool(new.all()) else (ids[new], value[new])
+        self._parent[fresh] = defined
+        self._fresh[fresh] = False
         got = self.find(ids)
         value = self.find(value)
         again = got != value  # known before, or the same id twice with two values
