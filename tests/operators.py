@@ -96,7 +96,7 @@ class Around(nn.Module):
 
 
 def real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 def answers(model: nn.Module, example: tuple[Tensor, ...]) -> list[Tensor]:

@@ -372,8 +372,8 @@ class Rounding(nn.Module):
         self.net = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.net[1](self.net[0](x)).float().to(x.dtype)
-        out: Tensor = self.net[2](hidden)
+        # Where nothing can be rescaled: between the layers a cast would let no scale through.
+        out: Tensor = self.net(x).float().to(x.dtype)
         return out
 
 

@@ -24,7 +24,8 @@ from saltflat.measures import MEASURES
 from saltflat.measures.base import Measure
 from saltflat.measures.planner import chosen_measures, estimator_of
 from saltflat.report.progress import Callback, reporting
-from saltflat.risk import Batch, Output, Risk, Unpack, unwrap
+from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
+from saltflat.symmetries.evaluate import check_copy
 from saltflat.symmetries.find import symmetries
 from saltflat.symmetries.rescale import duplicate
 
@@ -179,12 +180,13 @@ def _prepared(
     )
     for name, p in wide.named_parameters():
         p.requires_grad_(name in risk.parameters)
-    if example is not None and isinstance(risk.loss, Loss):
-        return wide, example
-    with risk.session():
-        few = next(risk.batches()).part(0, _SAMPLES)
-        _check_loss(risk, few, unwrap(model))
-    return wide, few.inputs if example is None else example
+    if example is None or not isinstance(risk.loss, Loss):
+        with risk.session():
+            few = next(risk.batches()).part(0, _SAMPLES)
+            _check_loss(risk, few, unwrap(model))
+        example = few.inputs if example is None else example
+    check_copy(unwrap(model), wide, example, output or logits)
+    return wide, example
 
 
 def _check_loss(risk: Risk, few: Batch, model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.ids import ANY, PINNED, repeat, unique_rows
+from saltflat.symmetries.ids import ANY, PINNED, NotUnderstood, repeat, unique_rows
 from saltflat.symmetries.scales import Scales
 
 #: products with more terms than this are not written out but pinned
@@ -148,15 +148,12 @@ class Contraction:
         return scales.outer(p[:, 0], start)
 
     def _explicit(self, a: Tensor, b: Tensor) -> Tensor:
-        """Every term written out; too many terms are pinned."""
+        """Every term written out, if there are not too many."""
         scales = self.scales
         (rows, back_rows), (columns, back_columns) = unique_rows(a), unique_rows(b.T)
         a, b = a[rows], b[:, columns]
         if a.shape[0] * a.shape[1] * b.shape[1] > LARGEST:
-            scales.pin(a)
-            scales.pin(b)
-            out = a.new_full((len(a), b.shape[1]), PINNED)
-            return out[back_rows][:, back_columns]
+            raise NotUnderstood
         shape = (len(a), a.shape[1], b.shape[1])
         left, right = a[:, :, None].expand(shape), b[None].expand(shape)
         some = ((left != ANY) & (right != ANY)).to(torch.int64).argmax(1, keepdim=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,11 +14,8 @@ import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from saltflat.session import RandomState, lend
-from saltflat.symmetries.rescale import duplicate
-from saltflat.symmetries.verify import Widen, run, widened
+from saltflat.symmetries.evaluate import Evaluation, evaluation
 
 #: relative to the largest derivative; rounding in float64 leaves about 1e-16
 NOTHING = 1e-13
@@ -44,33 +43,35 @@ def liveness(
     """Look at derivatives at random points until every column of `matrix` has shown an effect.
 
     Features that are sliced away have none, nor has the bias of attention's keys: it adds the same
-    number to all scores of a query, which the softmax ignores.
+    number to all scores of a query, which the softmax ignores. A model that does not run at such
+    points (it takes a logarithm, a Cholesky factor, bits) is believed to use all of its parameters.
     """
+    with (
+        suppress(Exception),
+        evaluation(model, example, output, wide=True, differentiable=True) as lent,
+        _Leaky(),
+    ):
+        return _observed(_Point(lent, set(classes)), classes, matrix)
+    return Liveness(np.ones(matrix.shape[0], bool), set())
+
+
+def _observed(point: _Point, classes: Mapping[str, Tensor], matrix: csr_matrix) -> Liveness:
     alive, seen = np.zeros(matrix.shape[0], bool), set[str]()
-    copied = duplicate(model)
-    start = {n: p.detach().double() for n, p in copied.named_parameters() if n in classes}
-    state = RandomState(None, next(copied.parameters()).device)
-    try:
-        everything = {id(p) for p in copied.parameters()}
-        with lend(copied, everything, torch.float64), Widen(), _Leaky():  # type: ignore[no-untyped-call]
-            point = _Point(copied, widened(example), output, start)
-            for seed in range(POINTS):
-                for name, mask in point.effects(seed).items():
-                    if bool(mask.any()):
-                        seen.add(name)
-                        alive[classes[name][mask].numpy()] = True
-                # A parameter without any derivative is looked at below.
-                if seed > 0 or len(seen) == len(classes):
-                    columns = np.asarray(abs(matrix[alive]).sum(0)).ravel() > 0
-                    if columns.all():
-                        break
-            # What runs without gradients has an effect all the same.
-            for name in set(classes) - seen:
-                if point.matters(name):
-                    seen.add(name)
-                    alive[classes[name].numpy()] = True
-    finally:
-        state.restore()
+    for seed in range(POINTS):
+        for name, mask in point.effects(seed).items():
+            if bool(mask.any()):
+                seen.add(name)
+                alive[classes[name][mask].numpy()] = True
+        # A parameter without any derivative is looked at below.
+        if seed > 0 or len(seen) == len(classes):
+            columns = np.asarray(abs(matrix[alive]).sum(0)).ravel() > 0
+            if columns.all():
+                break
+    # What runs without gradients has an effect all the same.
+    for name in set(classes) - seen:
+        if point.matters(name):
+            seen.add(name)
+            alive[classes[name].numpy()] = True
     return Liveness(alive, set(classes) - seen)
 
 
@@ -91,37 +92,30 @@ class _Leaky(TorchFunctionMode):
 
 @final
 class _Point:
-    """A copy of the model whose parameters are drawn anew, with the size that they had."""
+    """A lent model at parameters that are drawn anew, with the size that they had."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        output: Callable[[Any], Any],
-        start: dict[str, Tensor],
-    ) -> None:
-        self.model, self.example, self.output, self.start = model, example, output, start
-        self.parameters = {n: p for n, p in model.named_parameters() if n in start}
+    def __init__(self, lent: Evaluation, names: set[str]) -> None:
+        self.lent = lent
+        self.parameters = {n: p for n, p in lent.parameters.items() if n in names}
         self.generator = torch.Generator()
+        self.values: dict[str, Tensor] = {}
 
-    def _draw(self, name: str) -> None:
-        size = float(self.start[name].abs().mean()) or 0.1
-        with torch.no_grad():
-            self.parameters[name].copy_(size * self._noise(self.parameters[name]))
+    def _draw(self, name: str) -> Tensor:
+        start = self.lent.start[name]
+        size = float(start.abs().mean()) if start.numel() else 0.0
+        return (size or 0.1) * self._noise(start)
 
     def _noise(self, like: Tensor) -> Tensor:
         drawn = torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
         return drawn.to(like.device)
 
     def _answers(self) -> list[Tensor]:
-        raw = self.output(run(self.model, self.example))
-        return [t for t in tree_leaves(raw) if isinstance(t, Tensor) and t.is_floating_point()]
+        return [t for t in self.lent.answers(self.values) if t.is_floating_point()]
 
     def effects(self, seed: int) -> dict[str, Tensor]:
         """Where the derivative of a random combination of the outputs does not vanish."""
         self.generator.manual_seed(seed)
-        for name in self.parameters:
-            self._draw(name)
+        self.values = {name: self._draw(name) for name in self.parameters}
         flowing = [t for t in self._answers() if t.requires_grad]
         if not flowing:
             return {}
@@ -133,16 +127,17 @@ class _Point:
             return {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.parameters.items()}
         named = zip(self.parameters, grads, strict=True)
         sizes = {n: g.abs().cpu() for n, g in named if g is not None}
-        largest = max((float(s.max()) for s in sizes.values() if s.numel()), default=0.0)
-        return {n: s > NOTHING * largest for n, s in sizes.items()}
+        most = [float(s.max()) for s in sizes.values() if s.numel()]
+        largest = max((m for m in most if math.isfinite(m)), default=0.0)
+        return {n: ~(s <= NOTHING * largest) for n, s in sizes.items()}
 
     @torch.no_grad()
     def matters(self, name: str) -> bool:
         """Do the outputs change with the parameter?"""
-        before, kept = self._answers(), self.parameters[name].clone()
-        self._draw(name)
+        before, kept = self._answers(), self.values[name]
+        self.values[name] = self._draw(name)
         after = self._answers()
-        self.parameters[name].copy_(kept)
+        self.values[name] = kept
         return any(
             float((a - b).abs().max()) > NOTHING * float(a.abs().max())
             for a, b in zip(before, after, strict=True)

@@ -15,6 +15,10 @@ PINNED = 1
 DERIVED = 1 << 40
 
 
+class NotUnderstood(Exception):
+    """A rule meets what it does not know; the operation pins all of its operands instead."""
+
+
 def cancels(table: Tensor, weights: Tensor) -> Tensor:
     """Equations that say 0 = 0: equal ids whose factors add up to nothing."""
     total = torch.zeros(table.shape[1], dtype=torch.float64)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.ids import repeat
+from saltflat.symmetries.ids import NotUnderstood, repeat
 from saltflat.symmetries.pointwise import join
 from saltflat.symmetries.reductions import windows
-from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, pinned
+from saltflat.symmetries.step import Operand, Outputs, Rule, Step, pinned
 from saltflat.symmetries.views import overloads
 
 
@@ -45,6 +45,16 @@ def dot(step: Step, a: Operand, b: Operand) -> Outputs:
     return step.contract(a.ids[None, None], b.ids[None, :, None])[0, 0, 0]
 
 
+def trilinear(
+    step: Step, x: Operand, weight: Operand, y: Operand, *geometry: Any, **kwargs: Any
+) -> Outputs:
+    """`nn.Bilinear`, Σ_ij x[n, i] · W[o, i, j] · y[n, j]: W meets the products of x with y."""
+    if tuple(map(tuple, geometry[:4])) != ((1, 3), (0,), (1, 2), (2, 3)):
+        raise NotUnderstood
+    pairs = step.scales.combine(x.ids[:, :, None], y.ids[:, None, :]).flatten(1)
+    return step.contract(weight.ids.flatten(1)[None], pairs.T[None])[0].T
+
+
 def convolution(
     step: Step,
     x: Operand,
@@ -58,9 +68,8 @@ def convolution(
     groups: int,
 ) -> Outputs:
     """A matrix product of the kernels with the patches under them."""
-    n = len(step.shape) - 2
-    batched = x.ids if x.ndim == n + 2 else x.ids[None]
-    ids = repeat(step.scales.find(batched))
+    n = weight.ndim - 2
+    ids = repeat(step.scales.find(x.ids))
     flat = all(ids.stride(d) == 0 or ids.shape[d] == 1 for d in (0, *range(2, n + 2)))
     if transposed and not flat:
         ids, flat = step.scales.tie(ids, [0, *range(2, n + 2)]).expand(ids.shape), True
@@ -112,8 +121,10 @@ def batch_norm(
     """Evaluation mode: γ (x − mean) / √(var + eps) + β.
 
     The statistics move with the input, mean' = a·mean and var' + eps = a² (var + eps); the output
-    has the scale of γ.
+    has the scale of γ. A variance that is not a statistic of this layer alone does not move so.
     """
+    if var.statistic != "deviation":
+        raise NotUnderstood
     scales = step.scales
     channel = scales.tie(x.ids, [d for d in range(x.ndim) if d != 1]).flatten()
     scales.equate(channel, mean.ids)
@@ -128,9 +139,8 @@ def _affine(step: Step, weight: Operand | None, bias: Operand | None, first: int
     if weight is not None:
         step.scales.touch(step.scales.find(weight.ids))
         tail = len(shape) - first - weight.ndim
-        out = weight.ids.reshape(*[1] * first, *weight.shape, *[1] * tail).expand(shape)
-        if bias is not None:
-            step.scales.equate(weight.ids, bias.ids)
+        both = weight.ids if bias is None else join(step, weight.ids, bias.ids)
+        out = both.reshape(*[1] * first, *weight.shape, *[1] * tail).expand(shape)
     elif bias is not None:
         step.scales.pin(bias.ids)
     return out
@@ -178,6 +188,7 @@ def _rules() -> dict[Any, Rule]:
         "bmm": bmm, "mm": mm, "addmm": addmm, "baddbmm": baddbmm, "mv": mv, "dot": dot,
         "convolution": convolution, "native_layer_norm": layer_norm,
         "_native_batch_norm_legit_no_training": batch_norm, "native_group_norm": group_norm,
+        "_trilinear": trilinear,
     }.items():  # fmt: skip
         rules |= dict.fromkeys(overloads(name), rule)
     rules[torch.ops.aten._native_batch_norm_legit.no_stats] = batch_statistics

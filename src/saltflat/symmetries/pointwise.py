@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.ids import ANY
-from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, ids_of, pinned
+from saltflat.symmetries.ids import ANY, PINNED, NotUnderstood
+from saltflat.symmetries.step import Operand, Outputs, Rule, Step, ids_of, pinned
 from saltflat.symmetries.views import overloads
 
 #: a positive number no larger than this, added before a root, is an eps
@@ -26,9 +26,15 @@ def join(step: Step, a: Tensor, b: Tensor) -> Tensor:
 def add(step: Step, a: Any, b: Any, *args: Any, **kwargs: Any) -> Outputs:
     if isinstance(a, Operand) and _is_eps(b) and kwargs.get("alpha", 1) == 1:
         # RMSNorm and its like: the scale would cancel, were it not for the eps.
-        step.scales.soften(a.ids, step.where)
-        return a.ids
+        return _softened(step, a.ids).expand(step.shape)
     return join(step, ids_of(a), ids_of(b)).expand(step.shape)
+
+
+def _softened(step: Step, ids: Tensor) -> Tensor:
+    """Nearly the same scale; where there was zero there is the eps, which has none."""
+    step.scales.soften(ids, step.where)
+    ids = step.scales.find(ids)
+    return torch.where(ids == ANY, PINNED, ids)
 
 
 def _is_eps(value: Any) -> bool:
@@ -58,7 +64,7 @@ def divide(step: Step, a: Any, b: Any, **kwargs: Any) -> Outputs:
 
 
 def power(step: Step, x: Any, exponent: Any) -> Outputs:
-    if not isinstance(x, Operand) or isinstance(exponent, Operand):
+    if not isinstance(x, Operand) or isinstance(exponent, Operand | complex):
         raise NotUnderstood
     return step.scales.power(x.ids, float(exponent))
 
@@ -91,8 +97,7 @@ def clamp(step: Step, x: Operand, low: Any = None, high: Any = None) -> Outputs:
     if isinstance(low, Operand) or isinstance(high, Operand):
         raise NotUnderstood
     if high is None and isinstance(low, float) and 0 < low <= EPS:
-        step.scales.soften(x.ids, step.where)
-        return x.ids
+        return _softened(step, x.ids)
     for bound in (low, high):
         if bound is not None and bound != 0 and not math.isinf(bound):
             raise NotUnderstood
@@ -111,6 +116,7 @@ def compare(step: Step, a: Any, b: Any) -> Outputs:
 
 def sign(step: Step, x: Operand) -> Outputs:
     """Does not see the scale."""
+    step.scales.touch(step.scales.find(x.ids))
     return pinned(step.shape)
 
 

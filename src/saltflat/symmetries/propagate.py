@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.symmetries import linear, pointwise, reductions, views
 from saltflat.symmetries.contraction import Contraction
-from saltflat.symmetries.ids import PINNED
+from saltflat.symmetries.ids import PINNED, NotUnderstood, squash
 from saltflat.symmetries.scales import Scales
-from saltflat.symmetries.step import NotUnderstood, Operand, Rule, Step, pinned
-from saltflat.symmetries.tape import Call, Ref, Tape, refs
+from saltflat.symmetries.step import Operand, Outputs, Rule, Step, pinned
+from saltflat.symmetries.tape import Call, Ref, Slot, Tape, refs
 
 RULES: dict[Any, Rule] = {**views.RULES, **pointwise.RULES, **reductions.RULES, **linear.RULES}
 
@@ -35,8 +35,10 @@ class Propagation:
         self._contract = Contraction(self.scales)
         self._operands: dict[int, Operand] = {}
         calls = tape.live()
+        self._used = {r.index for c in calls for r in refs((c.args, c.kwargs))}
+        self._used |= {r.index for r in tape.answers}
         self._statistics(tape, calls)
-        self._constants(tape, calls, movable)
+        self._constants(tape, movable)
         self._last = _last_uses(tape, calls)
         for i, call in enumerate(calls):
             self._step(tape, call)
@@ -70,13 +72,11 @@ class Propagation:
                 self.means[slot.buffer] = ids
             else:
                 self.deviations[slot.buffer], self.eps[slot.buffer] = ids, eps
-            self._operands[index] = Operand(slot.shape, slot.dtype, ids)
+            self._operands[index] = Operand(slot.shape, slot.dtype, ids, statistic=role)
 
-    def _constants(self, tape: Tape, calls: list[Call], movable: set[str]) -> None:
-        used = {r.index for c in calls for r in refs((c.args, c.kwargs))}
-        used |= {r.index for r in tape.answers}
+    def _constants(self, tape: Tape, movable: set[str]) -> None:
         for index, slot in enumerate(tape.slots):
-            if index in self._operands or index not in used:
+            if index in self._operands or index not in self._used:
                 continue
             if slot.parameter in movable:
                 assert slot.parameter is not None
@@ -102,9 +102,6 @@ class Propagation:
         found = self._apply(tape, call, args, kwargs, inputs)
         for ref, ids in zip(outputs, found, strict=True):
             slot = tape.slots[ref.index]
-            if ids is None or not slot.dtype.is_floating_point:
-                ids = pinned(slot.shape)
-            assert tuple(ids.shape) == slot.shape, (call.op, tuple(ids.shape), slot.shape)
             self._operands[ref.index] = Operand(slot.shape, slot.dtype, ids)
 
     def _fold(
@@ -133,31 +130,56 @@ class Propagation:
 
     def _apply(
         self, tape: Tape, call: Call, args: Any, kwargs: Any, inputs: list[Operand]
-    ) -> list[Tensor | None]:
-        outputs = refs(call.outputs)
+    ) -> list[Tensor]:
+        """What the operation's rule says of its outputs; without one nothing may move."""
         name = str(call.op).removeprefix("aten.").split(".")[0]
-        rule = RULES.get(call.op)
-        if rule is not None:
-            shapes = tuple(tape.slots[r.index].shape for r in outputs)
-            step = Step(call.op, self.scales, self._contract, shapes, name)
-            try:
-                found = rule(step, *args, **kwargs)
-            except NotUnderstood:
-                pass
-            else:
-                if isinstance(found, Tensor) or found is None:
-                    found = [found]
-                return list(found)
-        # Not understood: nothing that goes in may change, so that nothing that comes out does.
-        if any(self._pin(o) for o in inputs):
+        indices = [r.index for r in refs(call.outputs)]
+        slots = [tape.slots[i] for i in indices]
+        step = Step(call.op, self.scales, self._contract, tuple(s.shape for s in slots), name)
+        try:
+            rule: Rule = RULES.get(call.op, _no_rule)
+            found = rule(step, *args, **kwargs)
+            said = [found] if isinstance(found, Tensor) or found is None else list(found)
+            return [
+                self._checked(ids, slot, inputs, index in self._used)
+                for ids, slot, index in zip(said, slots, indices, strict=True)
+            ]
+        except Exception:
+            # Whatever the reason was, a rule that cannot follow is no rule. What it has said until
+            # then restricts the scales and stays.
+            pass
+        # Not understood: nothing that goes in may change, so that nothing that comes out does. All
+        # of them are pinned, also after the first that could move.
+        if sum(self._pin(o) for o in inputs):
             self.pinning[name] += 1
-        return [None] * len(outputs)
+        return [pinned(slot.shape) for slot in slots]
+
+    def _checked(self, ids: Tensor | None, slot: Slot, inputs: list[Operand], used: bool) -> Tensor:
+        """The ids of one output, if they can be right: what moves is a floating point number.
+
+        Rounding is not homogeneous, be it to integers or to a narrower type, and of complex numbers
+        nothing is known here.
+        """
+        if ids is None:
+            if used and (slot.dtype.is_floating_point or slot.dtype.is_complex):
+                raise NotUnderstood
+            return pinned(slot.shape)
+        if tuple(ids.shape) != slot.shape:
+            raise NotUnderstood
+        if self._moves(ids):
+            narrowed = [o for o in inputs if not _holds(slot.dtype, o.dtype)]
+            if any(o.constant is None and self._moves(o.ids) for o in narrowed):
+                raise NotUnderstood
+        return ids
+
+    def _moves(self, ids: Tensor) -> bool:
+        return bool((self.scales.find(squash(ids)) > PINNED).any())
 
     def _pin(self, operand: Operand) -> bool:
         """True iff there was something to pin."""
-        if operand.constant is not None or not operand.dtype.is_floating_point:
+        if operand.constant is not None:
             return False
-        moving = bool((self.scales.find(operand.ids) > PINNED).any())
+        moving = self._moves(operand.ids)
         self.scales.pin(operand.ids)
         return moving
 
@@ -176,6 +198,18 @@ class Propagation:
                 self.scales.tie(ids, [d])
                 return
         self.scales.pin(ids)
+
+
+def _no_rule(step: Step, *args: Any, **kwargs: Any) -> Outputs:
+    raise NotUnderstood
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of one floating point type is a number of the other."""
+    if wide == narrow or not (wide.is_floating_point and narrow.is_floating_point):
+        return wide == narrow and wide.is_floating_point
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return a.max >= b.max and a.eps <= b.eps and a.tiny <= b.tiny
 
 
 def _role(call: Call, ref: Ref) -> tuple[str, float]:

@@ -8,22 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.ids import ANY, repeat
+from saltflat.symmetries.ids import ANY, NotUnderstood, repeat
 from saltflat.symmetries.scales import Scales
-from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, pinned
+from saltflat.symmetries.step import Operand, Outputs, Rule, Step, pinned
 from saltflat.symmetries.views import overloads
 
 
 def _dims(x: Operand, dim: Any) -> list[int]:
-    if dim is None or (isinstance(dim, list | tuple) and not dim):
+    # `var` of an older form has a truth value where the others have dimensions.
+    if dim is None or isinstance(dim, bool) or (isinstance(dim, list | tuple) and not dim):
         return list(range(x.ndim))
     return [d % max(x.ndim, 1) for d in (dim if isinstance(dim, list | tuple) else [dim])]
 
 
 def reduce(step: Step, x: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Outputs:
     """sum, mean, amax and the like: homogeneous of degree one."""
-    if x.ndim == 0:
-        return x.ids
     one = step.scales.tie(x.ids, _dims(x, dim)).reshape(step.shape)
     return [one, *[None] * (len(step.shapes) - 1)]
 

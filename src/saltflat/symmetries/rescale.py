@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -29,7 +29,8 @@ class Exponents:
         var' + eps  = (var + eps) · exp(2 · matrix[c] · u)          c from `deviations`
 
     where mean and var are BatchNorm's running statistics. `floors` holds, for each class of a
-    variance, the least exponent that keeps var' ≥ 0.
+    variance, the least exponent that keeps var' ≥ 0; `uncopied` says why the model cannot be
+    copied, if it cannot.
     """
 
     classes: Mapping[str, Tensor]
@@ -38,6 +39,7 @@ class Exponents:
     eps: Mapping[str, float]
     matrix: csr_matrix
     floors: Mapping[int, float] = field(default_factory=dict)
+    uncopied: str = ""
 
     def with_matrix(self, matrix: csr_matrix) -> Exponents:
         return replace(self, matrix=matrix.tocsr())
@@ -74,6 +76,8 @@ class Element:
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """A deep copy of the model, rescaled; the model itself stays as it is."""
+        if self.exponents.uncopied:
+            raise ModelError(self.exponents.uncopied)
         moved = duplicate(model)
         self.rescale(moved)
         return moved
@@ -82,24 +86,37 @@ class Element:
         """Rescale the model in place."""
         inner = unwrap(model)
         self._check(inner)
-        factors = self.factors()
+        tensors = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
         with torch.no_grad():
-            for name, p in inner.named_parameters():
-                if name in factors:
-                    p.copy_(p.double() * factors[name].to(p.device))
-            buffers = dict(inner.named_buffers())
-            for name in self.exponents.means:
-                b = buffers[name]
-                b.copy_(b.double() * factors[name].to(b.device))
-            for name, eps in self.exponents.eps.items():
-                b = buffers[name]
-                # Rounding may leave less than nothing of a variance that was clipped.
-                b.copy_(_variance(b, eps, factors[name].to(b.device)).clamp(min=0))
+            for name, value in self.moved(tensors):
+                tensors[name].copy_(value)
+
+    def moved(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What becomes of those of the tensors that move, one by one, in float64."""
+        e = self.exponents
+        factors = self._factors()
+        moving = np.diff(e.matrix.indptr) > 0
+        for name, classes in e.classes.items():
+            if bool(moving[classes.numpy()].any()):
+                value = tensors[name]
+                yield name, value.double() * factors[classes].to(value.device)
+        for name, classes in e.means.items():
+            value = tensors[name]
+            yield name, value.double() * factors[classes].to(value.device)
+        for name, eps in e.eps.items():
+            value = tensors[name]
+            variance = _variance(value, eps, factors[e.deviations[name]].to(value.device))
+            # Rounding may leave less than nothing of a variance that was clipped.
+            yield name, variance.clamp(min=0)
+
+    def _factors(self) -> Tensor:
+        """The factor of every class."""
+        return torch.from_numpy(np.exp(self.exponents.matrix @ self.logs.numpy()))
 
     def factors(self) -> dict[str, Tensor]:
         """The factor of every entry of parameters and means, and of √(var + eps)."""
         e = self.exponents
-        factor = torch.from_numpy(np.exp(e.matrix @ self.logs.numpy()))
+        factor = self._factors()
         moving = np.diff(e.matrix.indptr) > 0
         return {
             name: factor[c]

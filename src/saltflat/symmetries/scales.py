@@ -86,7 +86,10 @@ class Scales:
         return table.reshape(len(a), len(b))[rows][:, columns]
 
     def power(self, a: Tensor, exponent: float) -> Tensor:
-        """Ids of `exponent · s_a`."""
+        """Ids of `exponent · s_a`; to the power of zero everything is one, zeros too."""
+        if exponent == 0:
+            self.touch(self.find(a))
+            return a.new_full((), PINNED).expand(a.shape)
         return self.combine(a, a.new_full((), PINNED), exponent, 0.0)
 
     def _derive(self, a: Tensor, b: Tensor, fa: float, fb: float) -> Tensor:
@@ -185,12 +188,19 @@ class Scales:
         self.relations.append((pairs.T, signs.expand(pairs.shape[1], 2)))
 
     def define(self, ids: Tensor, value: Tensor) -> None:
-        """`equate` for many fresh ids, without looking at each pair first."""
-        self._parent[ids] = value
-        self._fresh[ids] = False
+        """`equate` for ids most of which are fresh, without looking at each pair first.
+
+        A value must not be fresh itself, unless it is no smaller than its id: nothing could then be
+        defined by way of itself. What is known already (the weight may have been defined by the
+        other side of this very product) keeps what was said of it, and the value comes on top.
+        """
+        new = self.is_fresh(ids)
+        fresh, defined = (ids, value) if bool(new.all()) else (ids[new], value[new])
+        self._parent[fresh] = defined
+        self._fresh[fresh] = False
         got = self.find(ids)
         value = self.find(value)
-        again = got != value  # the same id twice, with two values
+        again = got != value  # known before, or the same id twice with two values
         if again.any():
             self.equate(got[again], value[again])
 
@@ -247,8 +257,11 @@ class Scales:
 
     def tie(self, ids: Tensor, dims: Sequence[int]) -> Tensor:
         """One scale along `dims`; returns it, with those dimensions of size 1."""
-        if not dims or ids.numel() == 0:
+        if not dims or ids.ndim == 0:
             return ids
+        shape = [1 if d in {e % ids.ndim for e in dims} else n for d, n in enumerate(ids.shape)]
+        if ids.numel() == 0:  # what is made of nothing is zero
+            return ids.new_full(shape, ANY)
         small = self.find(squash(ids))
         # ANY is the smallest id, so that the largest is that of an entry with a scale, if any has.
         one = small.amax(list(dims), keepdim=True)
@@ -256,7 +269,6 @@ class Scales:
             self.define(small, one.expand_as(small))
         else:
             self.equate(small, one)
-        shape = [1 if d in {e % ids.ndim for e in dims} else n for d, n in enumerate(ids.shape)]
         return self.find(one).expand(shape)
 
     def soften(self, ids: Tensor, label: str) -> None:

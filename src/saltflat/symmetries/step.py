@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saltflat.symmetries.contraction import Contraction
-from saltflat.symmetries.ids import ANY, PINNED
+from saltflat.symmetries.ids import ANY, PINNED, NotUnderstood
 from saltflat.symmetries.scales import Scales
 
 
@@ -27,7 +27,7 @@ class Operand:
         statistic: str | None = None,
     ) -> None:
         self.shape, self.dtype, self.constant = tuple(shape), dtype, constant
-        self.statistic = statistic
+        self.statistic = statistic  # "mean" or "deviation": it moves with BatchNorm's input
         self._ids = ids
 
     @property
@@ -58,6 +58,8 @@ def ids_of(value: Any) -> Tensor:
     """The ids of an operand or of a Python number."""
     if isinstance(value, Operand):
         return value.ids
+    if isinstance(value, complex):
+        raise NotUnderstood
     return constant_ids(torch.tensor(float(value)))
 
 
@@ -76,10 +78,7 @@ class Step:
         return self.shapes[0]
 
 
-#: ids of the outputs; None where an operation's outputs carry no scale
+#: ids of the outputs; None where nothing is said of an output, which must then not be used unless
+#: it holds integers or truth values
 Outputs = Tensor | Sequence[Tensor | None] | None
 Rule = Callable[..., Outputs]
-
-
-class NotUnderstood(Exception):
-    """A rule meets arguments that it does not know; the operation pins its inputs instead."""

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from saltflat.symmetries.ids import ANY, PINNED, repeat
-from saltflat.symmetries.step import NotUnderstood, Operand, Outputs, Rule, Step, ids_of
+from saltflat.symmetries.ids import ANY, PINNED, NotUnderstood, repeat
+from saltflat.symmetries.step import Operand, Outputs, Rule, Step, ids_of
 
 aten = torch.ops.aten
+
+#: an index of these types chooses the places where it is not zero
+MASKS = (torch.bool, torch.uint8)
 
 
 def same(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
@@ -45,12 +48,7 @@ def pad(step: Step, x: Operand, widths: list[int], value: float = 0) -> Outputs:
 
 
 def cast(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
-    """Rounding to integers or to truth values is not homogeneous."""
-    dtype = kwargs.get("dtype") or (args[0] if args else None)
-    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
-        if x.dtype.is_floating_point or x.dtype.is_complex:
-            raise NotUnderstood
-        return None
+    """To a floating point type that holds every number of the old one, which is seen to outside."""
     return x.ids
 
 
@@ -59,7 +57,7 @@ def index(step: Step, x: Operand, indices: list[Operand | None], *rest: Any) -> 
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     if all(i.constant is not None for _, i in given):
         return x.ids[_places(indices)]
-    if any(i.dtype == torch.bool for _, i in given):
+    if any(i.dtype in MASKS for _, i in given):
         raise NotUnderstood
     tied = step.scales.tie(x.ids, [d for d, _ in given])
     zeros = [None if i is None else torch.zeros(i.shape, dtype=torch.int64) for i in indices]
@@ -89,7 +87,7 @@ def embedding(step: Step, weight: Operand, i: Operand, *args: Any, **kwargs: Any
 def embedding_bag(
     step: Step, weight: Operand, i: Operand, offsets: Operand, *args: Any, **kwargs: Any
 ) -> Outputs:
-    if any(isinstance(a, Operand) and a.dtype.is_floating_point for a in args):
+    if any(isinstance(a, Operand) and a.dtype.is_floating_point for a in (*args, *kwargs.values())):
         raise NotUnderstood  # weights of the samples
     row = step.scales.tie(weight.ids, [0])[0].expand(step.shape)
     return [row, *[None] * (len(step.shapes) - 1)]
@@ -114,7 +112,7 @@ def index_put(
         out = x.ids.clone()
         out[_places(indices)] = values.ids
         return out
-    if given != list(indices[: len(given)]) or any(i.dtype == torch.bool for i in given):
+    if given != list(indices[: len(given)]) or any(i.dtype in MASKS for i in given):
         raise NotUnderstood
     row = step.scales.tie(x.ids, range(len(given)))
     picked = torch.broadcast_shapes(*[i.shape for i in given])
@@ -125,10 +123,32 @@ def index_put(
     return torch.where(row == ANY, other, row).expand(step.shape)
 
 
+def scatter(
+    step: Step, x: Operand, dim: int, i: Operand, source: Any, *args: Any, **kwargs: Any
+) -> Outputs:
+    """Entries of the source may land on, or be added to, any entry along the dimension."""
+    if x.ndim == 0 or any(a in ("prod", "multiply") for a in (*args, *kwargs.values())):
+        raise NotUnderstood
+    row = step.scales.tie(x.ids, [dim])
+    part = tuple(slice(0, 1 if d == dim % x.ndim else n) for d, n in enumerate(i.shape))
+    ids = ids_of(source)
+    other = step.scales.tie(ids.expand(i.shape) if ids.ndim == 0 else ids[_corner(i.shape)], [dim])
+    step.scales.equate(row[part], other)
+    out = step.scales.find(row).clone()
+    out[part] = torch.where(out[part] == ANY, other, out[part])
+    return out.expand(step.shape)
+
+
+def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, n) for n in shape)
+
+
 def blank(step: Step, *args: Any, **kwargs: Any) -> Outputs:
     """A tensor made after the shape of another one, filled with a number."""
     name = str(step.op)
-    fill = 0 if "zeros" in name else next((a for a in args[1:] if not isinstance(a, list)), 1)
+    fill = (
+        0 if "zeros" in name else next((a for a in args[1:] if not isinstance(a, list | tuple)), 1)
+    )
     return ids_of(1 if "empty" in name else fill).expand(step.shape)
 
 
@@ -153,6 +173,8 @@ def _rules() -> dict[Any, Rule]:
         rules |= dict.fromkeys(overloads(name), same)
     for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten"):
         rules |= dict.fromkeys(overloads(name), reshape)
+    # One looks at bits as if they were of another type, the other takes its start from a tensor.
+    del rules[aten.view.dtype], rules[aten.narrow.Tensor]
     for name in ("full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones",
                  "new_full", "new_empty"):  # fmt: skip
         rules |= dict.fromkeys(overloads(name), blank)
@@ -162,7 +184,8 @@ def _rules() -> dict[Any, Rule]:
         "constant_pad_nd": pad, "_to_copy": cast, "to": cast, "index_select": pick, "gather": pick,
         "embedding": embedding, "_embedding_bag": embedding_bag, "index_add": index_add,
         "_embedding_bag_forward_only": embedding_bag, "index_put": index_put,
-        "native_dropout": first_of_two,
+        "native_dropout": first_of_two, "scatter_add": scatter, "scatter": scatter,
+        "scatter_reduce": scatter,
     }.items():  # fmt: skip
         rules |= dict.fromkeys(overloads(name), rule)
     return rules

@@ -1,0 +1,220 @@
+"""Run a model on an example: as it is, in float64, with other values in its parameters.
+
+Nothing is copied for it. A deep copy may still compute with the parameters of the model that it was
+made of (see `copying`), whereas a model that is lent is the model itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from saltflat.errors import ModelError
+from saltflat.session import RandomState, lend
+
+Output = Callable[[Any], Any]
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@final
+class Widen(TorchDispatchMode):
+    """Computes in float64 what a model would do in a narrower type, by a cast or with a constant.
+
+    Rounding there would drown the comparison. `rounded` holds the types that were left: something
+    is written into a tensor of such a type, or an operator of the model's own makes one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounded: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in NARROW:
+            kwargs["dtype"] = torch.float64
+        if op._schema.is_mutable:
+            result = op(*args, **kwargs)
+        else:
+            args, kwargs = widened((args, kwargs))
+            result = op(*args, **kwargs)
+            # What is made of numbers alone is made in the default type.
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+                result = widened(result)
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.rounded |= {leaf.dtype for leaf in leaves if leaf.dtype in NARROW}
+        return result
+
+
+def run(model: nn.Module, example: Any) -> Any:
+    """The model on an example: a tensor, a tuple of arguments or a dict of them."""
+    args, kwargs = split(example)
+    return model(*args, **kwargs)
+
+
+def split(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def widened(example: Any) -> Any:
+    """The example with its floating point tensors in float64."""
+
+    def wide(leaf: Any) -> Any:
+        narrow = isinstance(leaf, Tensor) and leaf.dtype in NARROW
+        return leaf.detach().double() if narrow else leaf
+
+    return tree_map(wide, example)
+
+
+@final
+class Evaluation:
+    """A model that is lent, and its answers to one example.
+
+    `start` holds the values of its parameters and buffers in the type that is computed in.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Any, output: Output, random: RandomState, mode: Any
+    ) -> None:
+        self.model, self.example, self.output = model, example, output
+        self.parameters = dict(model.named_parameters())
+        self._tensors = {**self.parameters, **dict(model.named_buffers())}
+        self.start = {name: t.data for name, t in self._tensors.items()}
+        self._random, self._mode = random, mode
+
+    @property
+    def rounded(self) -> set[torch.dtype]:
+        """The types narrower than float64 that were met."""
+        if isinstance(self._mode, Widen):
+            return self._mode.rounded
+        return {t.dtype for t in self.start.values() if t.dtype in NARROW}
+
+    def answers(self, values: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """The tensors that are the answer, with some of the values replaced.
+
+        The model gets copies, so that a forward pass which writes to its parameters does no harm,
+        and the same random numbers every time.
+        """
+        for name, tensor in self._tensors.items():
+            value = (values or {}).get(name, self.start[name])
+            tensor.data = value.to(self.start[name].dtype, copy=True)
+        self._random.restore()
+        raw = self.output(run(self.model, self.example))
+        return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def evaluation(
+    model: nn.Module, example: Any, output: Output, *, wide: bool, differentiable: bool = False
+) -> Iterator[Evaluation]:
+    """Lend the model for answers, in float64 if `wide` and in its own precision if not."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    state = RandomState(None, device)
+    measured = {id(p) for p in model.parameters()} if differentiable else set[int]()
+    mode: Any = Widen() if wide else nullcontext()
+    try:
+        with (
+            lend(model, measured, torch.float64 if wide else None),
+            torch.set_grad_enabled(differentiable),
+            mode,
+        ):
+            shown = widened(example) if wide else example
+            yield Evaluation(model, shown, output, state, mode)
+    finally:
+        state.restore()
+
+
+def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """The largest change of the answers, relative to the largest entry of each.
+
+    An infinity that stays, or a NaN, is no change; NaN where no answer holds a finite number: then
+    nothing was compared.
+    """
+    found, compared = 0.0, not any(t.numel() for t in before)
+    for a, b in zip(before, after, strict=True):
+        if a.shape != b.shape:
+            return math.inf
+        a, b = _real(a), _real(b)
+        finite = a.isfinite()
+        compared |= bool(finite.any())
+        if not torch.equal(a[~finite].nan_to_num(0.5), b[~finite].nan_to_num(0.5)):
+            return math.inf
+        a, b = a[finite], b[finite]
+        if a.numel():
+            moved = float((a - b).abs().max())
+            found = max(found, moved / (float(a.abs().max()) or 1.0))
+            if math.isnan(moved):
+                return math.inf
+    return found if compared else math.nan
+
+
+def _real(t: Tensor) -> Tensor:
+    t = t.detach()
+    return torch.view_as_real(t.resolve_conj()).double() if t.is_complex() else t.double()
+
+
+# Copies.
+
+
+@final
+class _Reads(TorchDispatchMode):
+    """Sees whether an operation meets the memory of certain tensors."""
+
+    def __init__(self, owners: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owners = owners
+        self.met: dict[str, None] = {}
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (name := self.owners.get(memory(leaf))):
+                self.met[name] = None
+        return op(*args, **(kwargs or {}))
+
+
+def memory(tensor: Tensor) -> int:
+    """Where a tensor's numbers lie; 0 for one that has none, or none of its own."""
+    plain = tensor.layout == torch.strided and tensor.device.type != "meta"
+    try:
+        return tensor.untyped_storage().data_ptr() if plain and tensor.numel() else 0
+    except (NotImplementedError, RuntimeError):  # a wrapper around other tensors
+        return 0
+
+
+def check_copy(model: nn.Module, copied: nn.Module, example: Any, output: Output) -> None:
+    """Refuse a copy that computes with the parameters of the model that it was made of.
+
+    A function that closes over the model (`lambda t: self.fc(t)` kept in a list, a `forward` that
+    was patched) is not copied by `deepcopy` and goes on with the original's parameters: what is
+    done to the copy would be without effect. It is seen where the copy runs, by the memory that
+    its operations meet.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    reads = _Reads({memory(t): name for name, t in tensors if memory(t)})
+    try:
+        with evaluation(copied, example, output, wide=False) as lent, reads:
+            run(lent.model, lent.example)
+    except Exception:
+        if not reads.met:
+            raise
+    if reads.met:
+        names = list(reads.met)
+        raise ModelError(
+            "A deep copy of the model still computes with the original's "
+            f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}, so that nothing done to the "
+            "copy would count. A function that closes over the model (a lambda that uses self, a "
+            "patched forward) is not copied: make it a method, or give the model a __deepcopy__."
+        )
