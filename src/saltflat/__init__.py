@@ -2,7 +2,7 @@
 
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.curvature.functions import diagonal, max_eigenvalue, trace
-from saltflat.curvature.stochastic import Hutchinson, XTrace
+from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import (
     DataError,
     InvalidType,
@@ -53,7 +53,6 @@ __all__ = [
     "SharpnessPenalty",
     "Tolerances",
     "Trace",
-    "XTrace",
     "__version__",
     "audit",
     "compare",

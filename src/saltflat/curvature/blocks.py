@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import isfinite
+from math import inf, isfinite
 from typing import final
 
 import torch
@@ -28,7 +28,7 @@ from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, EVERY_PARAMETER, FISHER, FORMS, Kind
 from saltflat.curvature.settings import Draw, Settings
 from saltflat.curvature.start import give_up_on_samples, start
-from saltflat.curvature.stochastic import Draws, Estimate, Estimator, Hutchinson
+from saltflat.curvature.stochastic import Draws, Estimate, Hutchinson, combined_degrees
 from saltflat.errors import DataError, InvalidValue
 from saltflat.losses import JointLoss, Loss
 from saltflat.result import Certificate
@@ -45,6 +45,7 @@ class Entry:
     rule: str
     reason: str
     draws: Tensor | None = None
+    degrees: float = inf
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Found:
     entries: dict[Kind, dict[str, Entry]] = field(default_factory=dict)
     totals: dict[Kind, float] = field(default_factory=dict)
     errors: dict[Kind, float] = field(default_factory=dict)
+    degrees: dict[Kind, float] = field(default_factory=dict)
     certificate: Certificate | None = None
     matrices: Mapping[str, Matrix] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Blocks:
         risk: Risk,
         kinds: frozenset[Kind],
         curvature: Curvature,
-        estimator: Estimator,
+        estimator: Hutchinson,
         settings: Settings,
         *,
         groups: int = 0,
@@ -234,7 +236,7 @@ class Blocks:
             draw = Draw(self.estimator.seed * 1_000_003 + k)
             values = self._pass(requests, draw).run(self.risk.batches(), plan)
             for kind in {kind for kind, _ in values}:
-                each = draws.setdefault(kind, Draws(self.groups))
+                each = draws.setdefault(kind, Draws(self.estimator.groups(kind, self.groups)))
                 each.add({name: v for (k, name), v in values.items() if k == kind})
         note = (
             f"The outputs have {count} directions a sample, more than max_directions="
@@ -272,7 +274,6 @@ class Blocks:
     def _probe_form(
         self, found: Found, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
     ) -> None:
-        assert isinstance(self.estimator, Hutchinson)
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
         products = self.products(list(weights), plan)
@@ -316,11 +317,15 @@ class Blocks:
                 "products" if written else rules[name],
                 reason,
                 None if draws is None else draws.cpu(),
+                inf if written else estimate.degrees,
             )
             found.add(kind, name, entry)
         found.totals[kind] = found.totals.get(kind, 0.0) + estimate.total
-        error = found.errors.get(kind, 0.0)
+        # Sketches and probes draw their noise from generators of their own.
+        error, degrees = found.errors.get(kind, 0.0), found.degrees.get(kind, inf)
+        parts = (error, degrees), (estimate.total_stderr, estimate.degrees)
         found.errors[kind] = (error**2 + estimate.total_stderr**2) ** 0.5
+        found.degrees[kind] = combined_degrees(parts)
 
 
 def _sums(values: Mapping[tuple[Kind, str], Tensor]) -> list[float]:

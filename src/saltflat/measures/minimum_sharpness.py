@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable
-from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace, uniform_parameters
+from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable, Quantity
+from saltflat.measures.cross_fit import NOTE, Line, cross_fit
+from saltflat.symmetries.balance import (
+    Least,
+    NegativeCurvature,
+    least_trace,
+    noisy_scaling,
+    uniform_parameters,
+)
 from saltflat.symmetries.group import Group
 
 
@@ -28,6 +35,8 @@ class MinimumSharpness(Measure):
     A layer whose curvature can be driven to zero (one that feeds BatchNorm, or a dead one) adds
     nothing; it is named, and `details["on_sphere"]` is the value with such layers measured on
     their unit sphere instead, Σ_o ‖w_o‖² Tr H_{w_o} over their output units.
+
+    Of estimated curvature the value is an upper bound with an error (`saltflat.measures.cross_fit`).
     """
 
     name: ClassVar[str] = "minimum_sharpness"
@@ -41,35 +50,49 @@ class MinimumSharpness(Measure):
         group = context.group.only("layer")
         trace = context.quantity("trace")
         single = uniform_parameters(group, trace.values)
-        curvature = dict(trace.values)
-        source = trace
-        if len(single) < len(curvature):
-            # Scales that differ within a parameter (a concatenation): entries are needed.
-            source = context.quantity("diagonal")
-            curvature = dict(source.values)
-        least = minimised(group, curvature, source.errors())
+        # Scales that differ within a parameter (a concatenation): entries are needed.
+        source = trace if len(single) == len(trace.values) else context.quantity("diagonal")
+        least = minimised(group, source)
+        fields = least_fields(group, source, least)
         details: dict[str, Any] = {
             "alpha": alphas(least, context.layers),
             "logs": least.element.logs,
         }
         if least.vanishing:
-            details["on_sphere"] = least.value + _on_sphere(context, least)
-        return self.measurement(
-            value=least.value,
-            exact=source.exact(curvature),
-            stderr=source.stderr(least.slopes),
-            gap=least.gap,
-            by_parameter=least.by_parameter,
-            details=details,
-            notes=notes(least),
-        )
+            details["on_sphere"] = fields["value"] + _on_sphere(context, least)
+        return self.measurement(**fields, details=details)
 
 
-def minimised(group: Group, curvature: dict[str, Tensor], noise: dict[str, Tensor]) -> Least:
+def minimised(group: Group, source: Quantity) -> Least:
     try:
-        return least_trace(group, curvature, noise)
+        return least_trace(group, source.values, source.errors(), source.degrees)
     except NegativeCurvature as error:
         raise NotApplicable(str(error)) from error
+
+
+def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]:
+    """Value, certainty and notes of a least trace, as fields of a measurement.
+
+    Where estimates decide the rescaling, the value is a bound from above: each fold of the draws
+    is rescaled by what the others say.
+    """
+    if not source.draws:
+        return {
+            "value": least.value,
+            "exact": True,
+            "gap": least.gap,
+            "by_parameter": least.by_parameter,
+            "notes": notes(least),
+        }
+    fitted = cross_fit(source, lambda *rest: Line(noisy_scaling(group, *rest).slopes))
+    bounds = any(name in source.draws for name in group.parameters())
+    return {
+        "value": fitted.value,
+        **fitted.certainty(),
+        "bound": "upper" if bounds else None,
+        "by_parameter": {name: fitted.by_parameter[name] for name in source.values},
+        "notes": (*((NOTE,) if bounds else ()), *notes(least)),
+    }
 
 
 def alphas(least: Least, layers: Any) -> dict[str, float]:
@@ -85,10 +108,9 @@ def alphas(least: Least, layers: Any) -> dict[str, float]:
 
 def notes(least: Least) -> tuple[str, ...]:
     found = []
-    if least.clipped:
+    if least.negative:
         found.append(
-            "estimates below zero, by less than four standard errors, count as zero: "
-            f"{_few(least.clipped)}"
+            f"estimated below zero, within its error: the curvature of {_few(least.negative)}"
         )
     if least.vanishing:
         found.append(
