@@ -21,7 +21,7 @@ def forget() -> None:
 
 @pytest.mark.parametrize("case", NETWORKS, ids=str)
 def test_every_block_of_every_network(case: Case) -> None:
-    estimator = sf.Hutchinson(probes=2)
+    estimator = sf.Hutchinson(probes=4)
     result = sf.trace(case.model(), case.data(), case.loss, certify="all", estimator=estimator)
     verdict = result.certificate
     assert verdict.samples == case.n or not any(verdict.piecewise_linear.values())
@@ -170,7 +170,7 @@ def test_the_verdict_does_not_depend_on_units(inner, outer, dtype: torch.dtype) 
         model[0].weight.data *= inner / outer
         model[0].bias.data *= inner
         x, y = outer * torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))
-        details = sf.trace(model, (x, y), estimator=sf.Hutchinson(probes=2)).details
+        details = sf.trace(model, (x, y), estimator=sf.Hutchinson(probes=4)).details
         assert details["0.weight"].exact is linear
         assert details["2.weight"].exact
 

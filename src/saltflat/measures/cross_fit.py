@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import hypot, sqrt
 from typing import Any, final
 
 import torch
@@ -39,8 +40,8 @@ class Line:
     constants: Mapping[str, float] = field(default_factory=dict)
 
 
-# The line to evaluate, given the curvature by the other folds and its standard errors.
-Choose = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Line]
+# The line to evaluate, chosen with these draws alone.
+Choose = Callable[[Sequence[int]], Line]
 
 
 @final
@@ -58,27 +59,56 @@ class CrossFit:
         return {"exact": False, "stderr": self.stderr, "degrees": self.degrees}
 
 
-def cross_fit(quantity: Quantity, choose: Choose) -> CrossFit:
-    """Evaluate for every fold of the draws the line that the others chose."""
-    counts = quantity.counts
+def evaluated(quantity: Quantity, choose: Choose) -> dict[str, Tensor]:
+    """Draw by draw, and by parameter, the line that was chosen without the draw's fold."""
+    count = len(quantity.counts)
     parts: dict[str, Tensor] = {}
     for fold in range(FOLDS):
-        own = [k for k in range(len(counts)) if k % FOLDS == fold]
-        line = choose(*_others(quantity, own))
+        own = [k for k in range(count) if k % FOLDS == fold]
+        line = choose([k for k in range(count) if k % FOLDS != fold])
         sums = quantity.sums(line.slopes)
         for name, slope in line.slopes.items():
-            part = parts.setdefault(name, torch.zeros(len(counts), dtype=torch.float64))
+            part = parts.setdefault(name, torch.zeros(count, dtype=torch.float64))
             known = float((quantity.values[name] * slope).sum())
             part[own] = sums[name][own] if name in sums else known
             part[own] += line.constants.get(name, 0.0)
+    return parts
+
+
+def cross_fit(quantity: Quantity, choose: Choose) -> CrossFit:
+    """The mean and the error of what is evaluated."""
+    parts, counts = evaluated(quantity, choose), quantity.counts
     value, stderr = mean_error(torch.stack(list(parts.values())).sum(0), counts)
     by_parameter = {name: float(mean_error(part, counts)[0]) for name, part in parts.items()}
     return CrossFit(float(value), float(stderr), quantity.degrees, by_parameter)
 
 
-def _others(quantity: Quantity, own: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The values and standard errors by all draws but these."""
-    rest = [k for k in range(len(quantity.counts)) if k not in own]
+def root_bound(numbers: Quantity, factors: Mapping[str, float]) -> CrossFit:
+    """Σ sqrt(n t) over numbers t, n being their factors, as the least of (n a t + 1/a)/2.
+
+    An estimate t with the standard error s counts as sqrt(t² + s²) in the choice of a; one that is
+    known is not bounded, and counts as zero if it is below.
+    """
+
+    def choose(rest: Sequence[int]) -> Line:
+        values, errors = partial_means(numbers, rest)
+        slopes, constants = dict[str, Tensor | float](), dict[str, float]()
+        for name, factor in factors.items():
+            value = float(values[name])
+            if name not in errors:
+                slopes[name], constants[name] = 0.0, sqrt(factor * max(value, 0.0))
+                continue
+            root = sqrt(factor * hypot(value, float(errors[name])))
+            slopes[name], constants[name] = factor / (2 * root) if root > 0 else 0.0, root / 2
+        return Line(slopes, constants)
+
+    return cross_fit(numbers, choose)
+
+
+def partial_means(
+    quantity: Quantity, rest: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values by these draws alone, and the standard errors of what is drawn."""
     counts = [quantity.counts[k] for k in rest]
     values, errors = dict(quantity.values), dict[str, Tensor]()
     for name, draws in quantity.draws.items():

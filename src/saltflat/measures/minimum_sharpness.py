@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable, Quantity
+from saltflat.measures.base import (
+    Context,
+    Layer,
+    Measure,
+    Need,
+    NotApplicable,
+    Quantity,
+    mean_error,
+)
 from saltflat.measures.cross_fit import NOTE, Line, cross_fit
 from saltflat.symmetries.balance import (
     Least,
     NegativeCurvature,
+    class_masses,
     least_trace,
     noisy_scaling,
     uniform_parameters,
@@ -36,7 +45,8 @@ class MinimumSharpness(Measure):
     nothing; it is named, and `details["on_sphere"]` is the value with such layers measured on
     their unit sphere instead, Σ_o ‖w_o‖² Tr H_{w_o} over their output units.
 
-    Of estimated curvature the value is an upper bound with an error (`saltflat.measures.cross_fit`).
+    Of estimated curvature the value is an upper bound with an error: see
+    `saltflat.measures.cross_fit`.
     """
 
     name: ClassVar[str] = "minimum_sharpness"
@@ -64,8 +74,13 @@ class MinimumSharpness(Measure):
 
 
 def minimised(group: Group, source: Quantity) -> Least:
+    """The least trace, refused where curvature is negative beyond its error."""
+    noise = None
+    if source.draws:
+        masses = torch.from_numpy(class_masses(group, source.values, source.draws))
+        noise = mean_error(masses, source.counts)[1].numpy()
     try:
-        return least_trace(group, source.values, source.errors(), source.degrees)
+        return least_trace(group, source.values, noise, source.degrees)
     except NegativeCurvature as error:
         raise NotApplicable(str(error)) from error
 
@@ -84,7 +99,13 @@ def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]
             "by_parameter": least.by_parameter,
             "notes": notes(least),
         }
-    fitted = cross_fit(source, lambda *rest: Line(noisy_scaling(group, *rest).slopes))
+    masses = torch.from_numpy(class_masses(group, source.values, source.draws))
+
+    def choose(rest: Sequence[int]) -> Line:
+        mean, errors = mean_error(masses[rest], [source.counts[k] for k in rest])
+        return Line(noisy_scaling(group, source.values, mean.numpy(), errors.numpy()).slopes)
+
+    fitted = cross_fit(source, choose)
     bounds = any(name in source.draws for name in group.parameters())
     return {
         "value": fitted.value,

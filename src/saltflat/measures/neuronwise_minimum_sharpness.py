@@ -16,8 +16,9 @@ class NeuronwiseMinimumSharpness(Measure):
     """min Tr H over every positive rescaling that keeps the function, unit by unit.
 
     Σ diag[o,i] exp(−2(e_o − e_i)) over the scales e of all units: a convex problem, matrix
-    balancing. It carries minimum sharpness (Ibayashi et al. 2021) from layers to units. Of estimated
-    curvature the value is an upper bound with an error (`saltflat.measures.cross_fit`).
+    balancing. It carries minimum sharpness (Ibayashi et al. 2021) from layers to units. Of
+    estimated curvature the value is an upper bound with an error: see
+    `saltflat.measures.cross_fit`.
     """
 
     name: ClassVar[str] = "neuronwise_minimum_sharpness"

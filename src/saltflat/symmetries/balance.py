@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, final
 
@@ -84,28 +84,47 @@ def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
 def least_trace(
     group: Group,
     curvature: Mapping[str, Tensor],
-    noise: Mapping[str, Tensor] | None = None,
+    noise: Mapping[str, Tensor] | Floats | None = None,
     degrees: float = inf,
 ) -> Least:
     """Minimise over the group; `curvature` holds diagonals, or traces of uniform parameters.
 
-    `noise` holds the standard errors of those that are estimates, of so many `degrees` of freedom.
-    What is below zero by more than four of them (or by what is as unlikely for Student's t) is
-    refused; of the rest, `noisy_scaling`.
+    `noise` holds the standard errors of those that are estimates, of so many `degrees` of freedom:
+    by entry, if noise is independent between entries, or by class as `class_masses` are. What is
+    below zero by more than four of them (or by what is as unlikely for Student's t) is refused; of
+    the rest, `noisy_scaling`.
     """
-    masses = _Masses.of(group, curvature, noise or {})
+    masses = _Masses.of(group, curvature, {} if noise is None else noise)
     return masses.least(group, masses.refuse_negative(degrees))
 
 
 def noisy_scaling(
-    group: Group, curvature: Mapping[str, Tensor], noise: Mapping[str, Tensor]
+    group: Group, curvature: Mapping[str, Tensor], masses: Floats, errors: Floats
 ) -> Least:
     """The rescaling that is least where a mass A with the standard error s counts as
     sqrt(A² + s²): one that is near nothing, or below it, is not blown up for a little of another.
 
-    `value` is the trace there, in which masses are what they are, so that it may be negative.
+    `masses` and `errors` are by class. `value` is the trace there, in which masses are what they
+    are, so that it may be negative.
     """
-    return _Masses.of(group, curvature, noise).least(group, ())
+    return replace(_Masses.of(group, curvature, errors), masses=masses).least(group, ())
+
+
+def class_masses(
+    group: Group, curvature: Mapping[str, Tensor], draws: Mapping[str, Tensor]
+) -> Floats:
+    """Σ diag H over the entries of every class, draw by draw; without draws, what is known."""
+    exponents = group.exponents()
+    count = len(next(iter(draws.values())))
+    masses = np.zeros((count, exponents.matrix.shape[0]))
+    for name, known in curvature.items():
+        if name in exponents.classes:
+            for k, row in enumerate(masses):
+                where, each = _pairs(
+                    exponents.classes[name], draws[name][k] if name in draws else known
+                )
+                row += np.bincount(where, each, len(row))
+    return masses
 
 
 @final
@@ -122,7 +141,7 @@ class _Masses:
 
     @classmethod
     def of(
-        cls, group: Group, curvature: Mapping[str, Tensor], noise: Mapping[str, Tensor]
+        cls, group: Group, curvature: Mapping[str, Tensor], noise: Mapping[str, Tensor] | Floats
     ) -> _Masses:
         exponents = group.exponents()
         moved = {n: v.double() for n, v in curvature.items() if n in exponents.classes}
@@ -130,10 +149,11 @@ class _Masses:
         masses, variance = np.zeros((2, exponents.matrix.shape[0]))
         for name, values in moved.items():
             np.add.at(masses, *_pairs(exponents.classes[name], values))
-            if name in noise:
+            if isinstance(noise, Mapping) and name in noise:
                 where, each = _pairs(exponents.classes[name], noise[name].double())
                 np.add.at(variance, where, each**2)
-        return cls(masses, np.sqrt(variance), exponents, moved, fixed, tuple(curvature))
+        errors = np.sqrt(variance) if isinstance(noise, Mapping) else noise
+        return cls(masses, errors, exponents, moved, fixed, tuple(curvature))
 
     def refuse_negative(self, degrees: float) -> tuple[str, ...]:
         """Refuse what is negative beyond rounding and noise; the names of what is within noise."""
@@ -143,9 +163,10 @@ class _Masses:
         if not bad.any():
             return tuple(self._named(self.masses < -rounding))
         names = self._named(bad)
+        listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
         raise NegativeCurvature(
-            f"The curvature of {', '.join(names[:5])}{', …' if len(names) > 5 else ''} is negative, "
-            "so the least trace may be −∞. The Gauss–Newton matrix has none: curvature='ggn'."
+            f"The curvature of {listed} is negative, so the least trace may be −∞. The "
+            "Gauss–Newton matrix has none: curvature='ggn'."
         )
 
     def _named(self, which: NDArray[np.bool_]) -> list[str]:
