@@ -427,7 +427,7 @@ class Net:
         x, y = self.case.data()
         if self.two:
             x = x.clone()
-            x[2:] *= 0.1
+            x[2:] *= 0.03
         return x, y
 
 
