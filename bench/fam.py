@@ -141,7 +141,7 @@ def main() -> None:
     for name in CONTENDERS:
         run = _step(name, options.batch, options.device)
         run()
-        timed[name] = Timed(run, lambda: None, clocked(run, options.device)[0])
+        timed[name] = Timed(run, clocked(run, options.device)[0])
     times = in_turns(timed, options.repeats, options.device)
     machine = describe(options.device, False).replace(
         f"{THREADS} CPU threads", f"{options.threads} CPU threads"

@@ -22,7 +22,7 @@ from bench.peers import Values
 from bench.phases import Marked, split
 from bench.timing import Timed, Times, clocked, in_turns
 
-_OURS = ("trace", "trace-warm", "diagonal", "diagonal-warm")
+_OURS = ("trace", "diagonal")
 _PRECISIONS = ("fp32", "tf32")
 _MOST = {("trace", False): 5.0, ("trace", True): 6.0}  # gradients, without and with tf32
 
@@ -58,7 +58,7 @@ def _measure(problem: Problem, exact: Values, tf32: bool, options: argparse.Name
         contender = CONTENDERS[name]
         run = contender.build(problem, len(problem.x))
         errors[name] = error_of(contender.gives, run(), exact)
-        timed[name] = Timed(run, contender.before, clocked(run, device)[0])
+        timed[name] = Timed(run, clocked(run, device)[0])
     times = in_turns(timed, options.repeats, device)
     phases = {name: _phases(problem, name, tf32, options) for name in ("trace", "diagonal")}
     many = _many(problem, options)
@@ -68,7 +68,7 @@ def _measure(problem: Problem, exact: Values, tf32: bool, options: argparse.Name
 def _phases(
     problem: Problem, name: str, tf32: bool, options: argparse.Namespace
 ) -> dict[str, float]:
-    """The phases of a warm run; the profiler's table goes to a file."""
+    """The phases of one run; the profiler's table goes to a file."""
     marked = Problem(Marked(problem.model).eval(), problem.x, problem.y)
     run = CONTENDERS[name].build(marked, len(problem.x))
     run()
@@ -110,7 +110,7 @@ def _markdown(r: Precision, options: argparse.Namespace) -> str:
     for name, phases in r.phases.items():
         unit = 1e3 * r.times["gradient"].best
         parts = [f"{phase} {ms:.4g} ms ({ms / unit:.2g})" for phase, ms in phases.items()]
-        lines.append(f"- {name}, warm, in ms and gradients: {', '.join(parts)}.")
+        lines.append(f"- {name}, in ms and gradients: {', '.join(parts)}.")
     for name, seconds in r.many.items():
         batches = f"{options.images:,} images in batches of {options.n}"
         lines.append(f"- {name} of {batches}: {seconds:.3g} s.")

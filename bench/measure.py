@@ -78,7 +78,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Entry]:
             entries[name] = Entry(failure=f"{type(failure).__name__}: {failure}".split("\n")[0])
     times = in_turns({n: d.timed for n, d in done.items()}, settings.repeats, settings.device)
     for name, d in done.items():
-        mib = None if name.endswith("-warm") else _memory(case, name, d.job, settings)
+        mib = _memory(case, name, d.job, settings)
         entries[name] = Entry(times[name].scaled(1 / d.job.share), d.error, mib, d.job.note)
     return {name: entries[name] for name in CONTENDERS}
 
@@ -106,7 +106,7 @@ def _best_batch_size(contender: Contender, problem: Problem, device: str) -> int
         run = contender.build(problem.head(size), size)
         first, _ = clocked(run, device)
         # The first run of a shape is slow, which matters where runs are short.
-        again = turn_of(Timed(run, contender.before, first), device) if first < 1 else []
+        again = turn_of(Timed(run, first), device) if first < 1 else []
         cost[size] = min([first, *again]) / size
     return min(cost, key=cost.__getitem__)
 
@@ -127,9 +127,8 @@ def _first_run(job: Job, exact: Values, device: str) -> _Done:
     """Warm up on two samples, then run and take the error."""
     job.contender.build(job.problem.head(2), 2)()
     run = job.contender.build(job.problem, job.size)
-    job.contender.before()
     seconds, values = clocked(run, device)
-    timed = Timed(run, job.contender.before, seconds)
+    timed = Timed(run, seconds)
     return _Done(job, timed, error_of(job.contender.gives, values, exact))
 
 

@@ -34,7 +34,7 @@ def _measure(case: str, contender: str, samples: int, size: int, device: str) ->
     problem = prepare(CASES[case], device).head(samples)
     chosen.build(problem.head(2), 2)()
     run = chosen.build(problem, size)
-    return peak(run, device, chosen.before)
+    return peak(run, device)
 
 
 if __name__ == "__main__":

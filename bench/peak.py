@@ -18,11 +18,10 @@ Run = Callable[[], object]
 _SMALL = 64.0  # MiB
 
 
-def peak(run: Run, device: str, before: Run = lambda: None) -> float:
-    """MiB; `before` comes before each run. Small ones, blurred by pages, are the least of three."""
+def peak(run: Run, device: str) -> float:
+    """MiB. Small ones, blurred by pages, are the least of three."""
     found: list[float] = []
     while not found or (len(found) < 3 and found[0] <= _SMALL):
-        before()
         gc.collect()
         found.append(_cuda(run) if device == "cuda" else _resident(run))
     return min(found)

@@ -18,7 +18,7 @@ from bench.phases import Marked, split
 from bench.timing import clocked
 
 _RESULTS = Path(__file__).parent / "results"
-_METHODS = ("gradient", "trace", "trace-warm", "diagonal", "diagonal-warm")
+_METHODS = ("gradient", "trace", "diagonal")
 _SHORT = 0.2  # seconds: a run that is shorter is warmed up and repeated more often
 
 
@@ -31,13 +31,11 @@ def _line(problem: Problem, name: str) -> tuple[str, str]:
         run()
     whole = []
     for _ in range(20 if short else 2):
-        contender.before()
         whole.append(1e3 * clocked(run, "cpu")[0])
     marked = contender.build(
         Problem(Marked(problem.model).eval(), problem.x, problem.y), len(problem.x)
     )
     marked()
-    contender.before()
     phases, table = split(marked, "cpu")
     parts = "".join(f" {ms:.3g} |" for ms in phases.values())
     return f"| {contender.title} | {min(whole):.3g} | {mean(whole):.3g} |{parts}", table

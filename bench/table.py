@@ -19,14 +19,14 @@ Results = Mapping[str, Mapping[str, Entry]]  # case name → contender → entry
 
 HEADER = (
     "network", "n", "method", "ms, best", "ms, median", "gradients", "gradients, median",
-    "gradients, warm", "BackPACK ÷ this", "rel. error", "peak MiB", "must reach",
+    "BackPACK ÷ this", "rel. error", "peak MiB", "must reach",
 )  # fmt: skip
 
 LEGEND = """\
 Ratios are of the best times of one run, in which all methods took turns; one gradient is a backward
-pass of the mean cross-entropy over the same data in one batch. saltflat is timed cold, certificate
-included; "warm" is a later call that finds the certificate. Peers run at the batch size that was
-fastest for them. The error is Σ|value − exact| / Σ|exact| against float64, over layer traces or
+pass of the mean cross-entropy over the same data in one batch. saltflat keeps
+nothing from one call to the next: every check is in every time. Peers run at the batch size that
+was fastest for them. The error is Σ|value − exact| / Σ|exact| against float64, over layer traces or
 over the entries of a diagonal; for fewer than 100 probes, the standard error that 100 would have.
 Where an input of a ReLU is all but zero, float32 rounding may take the other side: one such flip in
 a deep network makes an error near 1e-4, for whichever method met it.
@@ -35,28 +35,25 @@ Peak memory is what one run, in a process of its own, adds to what was resident 
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The cells, one row for a case and contender; warm runs are a column of the cold ones."""
+    """The cells, one row for a case and contender."""
     for case_name, entries in results.items():
         for name in entries:
-            if not name.endswith("-warm"):
-                yield _row(CASES[case_name], name, entries)
+            yield _row(CASES[case_name], name, entries)
 
 
 def _row(case: Case, name: str, entries: Mapping[str, Entry]) -> tuple[str, ...]:
     entry = entries[name]
     head = (case.network, str(case.n), CONTENDERS[name].title)
     if entry.times is None:
-        return (*head, *[""] * 8, f"{entry.failure}")
+        return (*head, *[""] * 7, f"{entry.failure}")
     unit = entries["gradient"].times
     middle = entry.times.median / unit.median if unit else None
-    warm = ratio(entries, f"{name}-warm", "gradient") if f"{name}-warm" in entries else None
     return (
         *head,
         _number(1e3 * entry.times.best),
         _number(1e3 * entry.times.median),
         _number(ratio(entries, name, "gradient")),
         _number(middle),
-        _number(warm),
         _number(ratio(entries, "backpack", name)),
         "" if entry.error is None else f"{entry.error:.1e}",
         "" if entry.mib is None else _number(entry.mib),
@@ -74,10 +71,9 @@ def _demands(case: Case, name: str, entries: Mapping[str, Entry]) -> str:
 
 def _fixed_cost(name: str, entries: Mapping[str, Entry]) -> str:
     """At ten samples nearly all of the time is spent on what does not grow with them."""
-    cold, warm = entries[name].times, entries[f"{name}-warm"].times
-    assert cold is not None
-    assert warm is not None
-    return f"fixed cost {1e3 * cold.best:.3g} ms cold, {1e3 * warm.best:.3g} ms warm"
+    times = entries[name].times
+    assert times is not None
+    return f"fixed cost {1e3 * times.best:.3g} ms"
 
 
 def _number(value: float | None) -> str:
@@ -88,7 +84,7 @@ def terminal(results: Results, title: str) -> Table:
     """For rich; a line between cases."""
     table = Table(title=title, caption=LEGEND.replace("\n", " "), caption_justify="left")
     for place, column in enumerate(HEADER):
-        table.add_column(column, justify="left" if place in (0, 2, 11) else "right")
+        table.add_column(column, justify="left" if place in (0, 2, 10) else "right")
     previous = None
     for row in rows(results):
         if previous not in (None, row[:2]):

@@ -22,10 +22,9 @@ _LONG = 40.0  # seconds: about as long as one contender may take over all of its
 
 @dataclass(frozen=True)
 class Timed:
-    """Something to time, what to do ahead of it off the clock, and how long it took at first."""
+    """Something to time, and how long it took at first."""
 
     run: Callable[[], object]
-    before: Callable[[], None]
     first: float
 
 
@@ -79,7 +78,6 @@ def turn_of(timed: Timed, device: str) -> list[float]:
     """The seconds of one run, or of several where one is too short to trust."""
     seconds = []
     for _ in range(max(1, min(10, int(_SHORT / timed.first)))):
-        timed.before()
         seconds.append(clocked(timed.run, device)[0])
     return seconds
 

@@ -186,7 +186,7 @@ def measure(name: str, device: str, repeats: int) -> tuple[dict[str, Times], dic
         run = build()
         run()
         run()
-        timed[row] = Timed(run, lambda: None, clocked(run, device)[0])
+        timed[row] = Timed(run, clocked(run, device)[0])
     return in_turns(timed, repeats, device), memory
 
 

@@ -152,7 +152,7 @@ def _sharpness(model: nn.Module, strength: float, measure: Any) -> SharpnessPena
 # name -> (model, strength) -> penalty, and the strength
 PENALTIES: dict[str, tuple[Callable[[nn.Module, float], Penalty], float]] = {
     "FAM": (lambda m, s: FAM(m, ["0", "4"], s), 0.3),
-    "FAM, estimated": (lambda m, s: FAM(m, "0", s, estimator=sf.Hutchinson(2)), 0.3),
+    "FAM, estimated": (lambda m, s: FAM(m, "0", s, estimator=sf.Hutchinson(4)), 0.3),
     "SAM with FAM": (lambda m, s: FAM(m, "4", s, simplified=True), 0.3),
     "SharpnessPenalty": (lambda m, s: _sharpness(m, s, "minimum_sharpness"), 0.03),
     "SharpnessPenalty, normalized": (lambda m, s: _sharpness(m, s, "normalized_sharpness"), 0.003),

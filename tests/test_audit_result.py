@@ -44,7 +44,7 @@ def reading(value: float, **fields: Any) -> Reading:
         (reading(1.0, stderr=0.5), reading(5.0, stderr=0.1), "undecided"),
         (reading(1.0, stderr=0.01), reading(-50.0, stderr=12.6), "undecided"),
         (reading(1.0, stderr=0.01), reading(-50.0, stderr=12.0), "moved"),
-        (reading(1.0, stderr=0.01), reading(50.0, stderr=0.1, clipped=True), "undecided"),
+        (reading(1.0, stderr=0.01), reading(50.0, stderr=0.1, above=True), "undecided"),
         (reading(1.0, stderr=0.01), reading(50.0, stderr=0.1), "moved"),
         # searched suprema
         (reading(1.0, searched=True), reading(1.0099, searched=True), "invariant"),

@@ -279,7 +279,7 @@ GRADIENTS: list[tuple[Callable[[], nn.Module], tuple[int, ...], list[str], dict[
     (smooth_conv, (1, 5), ["0", "2"], {}),
     (smooth_conv, (1, 5), ["0", "2"], {"normalize_features": True, "loss": "bce"}),
     (batch_normed, (3,), ["0", "3", "6"], {}),
-    (batch_normed, (3,), ["0"], {"estimator": sf.Hutchinson(2), "loss": batch_dice}),
+    (batch_normed, (3,), ["0"], {"estimator": sf.Hutchinson(4), "loss": batch_dice}),
 ]
 
 
@@ -468,11 +468,11 @@ def test_probes_change_with_every_call_and_continue_from_a_state() -> None:
             out.append(fam(LABELS).item())
         return out
 
-    with FAM(model, "0", 1.0, estimator=sf.Hutchinson(2)) as fam:
+    with FAM(model, "0", 1.0, estimator=sf.Hutchinson(4)) as fam:
         first = values(fam, 2)
         state = fam.state_dict()
         after = values(fam, 2)
     assert len({*first, *after}) == 4
-    with FAM(model, "0", 0.5, estimator=sf.Hutchinson(2)) as fam:
+    with FAM(model, "0", 0.5, estimator=sf.Hutchinson(4)) as fam:
         fam.load_state_dict(state)
         assert values(fam, 2) == after

@@ -70,7 +70,7 @@ def test_what_vanishes() -> None:
 def test_rounding_below_zero_is_neither_refused_nor_reported() -> None:
     curvature = {"0.weight": number(9.0), "2.weight": number(-9e-12)}
     least = least_trace(group_of(net(), "layer"), curvature)
-    assert (least.value, least.clipped) == (0.0, ())
+    assert (least.value, least.negative) == (0.0, ())
     curvature["2.weight"] = number(-9e-8)
     with pytest.raises(NegativeCurvature, match=r"curvature of 2\.weight is negative"):
         least_trace(group_of(net(), "layer"), curvature)
@@ -86,7 +86,7 @@ def test_noise_adds_up_by_squares() -> None:
     for factor in (1.01, 0.99):
         noise = {"0.weight": torch.full((4, 3), each * factor, dtype=torch.float64)}
         if factor > 1:
-            assert least_trace(group, curvature, noise).clipped == ("0.weight",)
+            assert least_trace(group, curvature, noise).negative == ("0.weight",)
         else:
             with pytest.raises(NegativeCurvature):
                 least_trace(group, curvature, noise)

@@ -234,7 +234,7 @@ def test_adaptive_sharpness_does_not_feel_rescalings_and_others_do(factors: Tens
 MEASURES: list[Measure] = [
     DeltaSharpness(steps=2),
     SamSharpness(steps=2),
-    SamSharpness(average=True, draws=2),
+    SamSharpness(average=True, draws=4),
     AdaptiveSharpness(steps=2),
     BNSharpness(steps=2),
     BNSharpness(strategy="small_delta"),
@@ -301,7 +301,7 @@ def test_delta_sharpness_needs_a_loss_that_is_not_negative() -> None:
         lambda: SamSharpness(rho=-1.0),
         lambda: SamSharpness(steps=0),
         lambda: SamSharpness(restarts=-1),
-        lambda: AdaptiveSharpness(draws=1),
+        lambda: AdaptiveSharpness(draws=3),
         lambda: AdaptiveSharpness(p=1.0),
         lambda: BNSharpness(p=0.5),
         lambda: BNSharpness(p=math.inf),

@@ -112,7 +112,7 @@ def dressed(model: nn.Module) -> nn.Module:
 def test_every_case(case: Case) -> None:
     model = dressed(case.model())
     before = fingerprint(model)
-    sf.trace(model, case.data(), case.loss, estimator=sf.Hutchinson(probes=3))
+    sf.trace(model, case.data(), case.loss, estimator=sf.Hutchinson(probes=4))
     sf.diagonal(model, case.data(), case.loss, curvature="ggn")
     sf.max_eigenvalue(model, case.data(), case.loss)
     assert_untouched(model, before)

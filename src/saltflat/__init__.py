@@ -3,7 +3,7 @@
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.curvature.functions import diagonal, max_eigenvalue, trace
 from saltflat.curvature.proof import piecewise_linear
-from saltflat.curvature.stochastic import Hutchinson, XTrace
+from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import (
     DataError,
     InvalidType,
@@ -54,7 +54,6 @@ __all__ = [
     "SharpnessPenalty",
     "Tolerances",
     "Trace",
-    "XTrace",
     "__version__",
     "audit",
     "compare",

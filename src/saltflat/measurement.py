@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Literal, final
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saltflat.errors import InvalidValue
 
+Bound = Literal["lower", "upper"]
 Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
 EVERY_RESCALING: frozenset[Symmetry] = frozenset({"layer", "neuron", "batchnorm", "attention"})
 
@@ -27,8 +28,10 @@ class Measurement:
     max_over : what `max` is the largest of, "neurons" only where there are values of neurons.
     exact : True if nothing was sampled: equal to the definition up to rounding and `gap`.
     stderr : standard error of `value`, 0.0 if exact.
+    degrees : degrees of freedom of `stderr`, for Student's t; inf if exact.
     gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
-    lower_bound : True for a supremum that was searched for: the true one is at least `value`.
+    bound : "lower" for a supremum that was searched for, which is at least `value`; "upper" for a
+        minimum over estimated curvature, which is at most what `value` ± `stderr` estimates.
     invariant_to : the kinds of rescaling that leave the measure as it is.
     settings : what the measure was computed with (δ, ρ, p, …).
     details : what else the measure found, e.g. the optimal α of minimum sharpness.
@@ -38,8 +41,9 @@ class Measurement:
     value: float
     exact: bool
     stderr: float = 0.0
+    degrees: float = inf
     gap: float = 0.0
-    lower_bound: bool = False
+    bound: Bound | None = None
     invariant_to: frozenset[Symmetry] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
     by_parameter: Mapping[str, float] = field(default_factory=dict)
@@ -64,10 +68,17 @@ class Measurement:
         return {layer: float(values.max()) for layer, values in self.by_neuron.items()}
 
     @property
+    def lower_bound(self) -> bool:
+        """Whether the measure is a supremum that was searched for."""
+        return self.bound == "lower"
+
+    @property
     def certainty(self) -> str:
-        """`exact`, `± 0.03`, `≥` for a searched supremum, or both."""
-        if self.lower_bound:
-            return "≥, searched" + (f", ± {self.stderr:.2g}" if self.stderr else "")
+        """`exact`, `± 0.03`, `≥` for a searched supremum, `≤` for an upper bound, or two of them:
+        with `≤`, the measure is at most the number that the value ± its error estimates."""
+        if self.bound is not None:
+            words = "≥, searched" if self.bound == "lower" else "≤"
+            return words + (f", ± {self.stderr:.2g}" if self.stderr else "")
         if not self.exact:
             return f"± {self.stderr:.2g}"
         if not isfinite(self.gap):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, TypeVar, final
 
 from rich.table import Table
@@ -19,7 +20,8 @@ class Detail(Generic[Value]):
     """One parameter's value and where it came from.
 
     `stderr` is 0.0 for an exact value, else the standard error of it (entry by entry for a
-    diagonal). `rule` names what computed it and `reason` says why that and not another.
+    diagonal), and `degrees` its degrees of freedom for Student's t, inf for an exact value. `rule`
+    names what computed it and `reason` says why that and not another.
     """
 
     value: Value
@@ -27,6 +29,7 @@ class Detail(Generic[Value]):
     stderr: float | Tensor
     rule: str
     reason: str
+    degrees: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,11 @@ class Certificate:
 
 @dataclass(frozen=True, repr=False)
 class _Blocks(Mapping[str, Value]):
-    """A read-only mapping from parameter names to values, in `named_parameters` order."""
+    """A read-only mapping from parameter names to values, in `named_parameters` order.
+
+    `total` is the sum of all, `stderr` its standard error and `degrees` the degrees of freedom of
+    that: 0.0 and inf if all is exact.
+    """
 
     details: Mapping[str, Detail[Value]]
     total: float
@@ -52,6 +59,7 @@ class _Blocks(Mapping[str, Value]):
     certificate: Certificate | None = None
     frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    degrees: float = inf
 
     def __getitem__(self, name: str) -> Value:
         return self.details[name].value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from saltflat.errors import InvalidValue
 from saltflat.measurement import Measurement, Symmetry
@@ -49,25 +49,24 @@ class Reading:
     stderr: float = 0.0
     gap: float = 0.0
     searched: bool = False
-    clipped: bool = False  # an estimate of which negative parts were set to zero: it is biased
+    above: bool = False  # an upper bound, which may exceed its measure by more than its error
     declared: frozenset[Symmetry] | None = None
 
     @classmethod
     def of(cls, m: Measurement) -> Reading:
-        clipped: Any = m.details.get("clipped", 0.0)
         return cls(
             m.value,
             m.certainty,
             m.stderr,
             m.gap,
             m.lower_bound,
-            not m.exact and not m.lower_bound and bool(clipped),
+            m.bound == "upper",
             m.invariant_to,
         )
 
     def resolved(self, errors: float) -> bool:
         """Whether the value is told from zero, so that its standard error can be believed."""
-        return not self.clipped and (self.stderr == 0 or abs(self.value) > errors * self.stderr)
+        return not self.above and (self.stderr == 0 or abs(self.value) > errors * self.stderr)
 
 
 @final

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import final
 
 import torch
@@ -29,7 +29,7 @@ from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, EVERY_PARAMETER, FISHER, FORMS, Kind
 from saltflat.curvature.settings import Draw, Settings
 from saltflat.curvature.start import give_up_on_samples, start
-from saltflat.curvature.stochastic import Draws, Estimate, Estimator, Hutchinson
+from saltflat.curvature.stochastic import Draws, Estimate, Hutchinson, combined_degrees
 from saltflat.errors import DataError, InvalidValue
 from saltflat.losses import JointLoss, Loss
 from saltflat.result import Certificate
@@ -46,6 +46,7 @@ class Entry:
     rule: str
     reason: str
     draws: Tensor | None = None
+    degrees: float = inf
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class Found:
     entries: dict[Kind, dict[str, Entry]] = field(default_factory=dict)
     totals: dict[Kind, float] = field(default_factory=dict)
     errors: dict[Kind, float] = field(default_factory=dict)
+    degrees: dict[Kind, float] = field(default_factory=dict)
     certificate: Certificate | None = None
     matrices: Mapping[str, Matrix] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class Blocks:
         risk: Risk,
         kinds: frozenset[Kind],
         curvature: Curvature,
-        estimator: Estimator,
+        estimator: Hutchinson,
         settings: Settings,
         *,
         groups: int = 0,
@@ -239,15 +241,24 @@ class Blocks:
         nothing = torch.zeros(())
         for ((kind, name), value), total in zip(values.items(), _sums(values), strict=True):
             rule = ", ".join(sorted(sweep.rules[name] - {UNUSED})) or UNUSED
-            probed = self.curvature == "hessian" and name in plan.probed and kind in CURVATURE
-            error = torch.full_like(value, nan) if probed else nothing
-            reason = self._why(name, rule)
-            if probed:
-                reason = f"probed on {plan.samples} of {sweep.samples} samples: {reason}"
-                found.errors[kind] = nan
-            found.add(kind, name, Entry(value, not probed, error, rule, reason))
+            found.add(kind, name, Entry(value, True, nothing, rule, self._why(name, rule)))
             found.totals[kind] = found.totals.get(kind, 0.0) + total
+        self._doubt(found, plan, sweep.samples)
         return sweep.samples
+
+    def _doubt(self, found: Found, plan: Plan, samples: int) -> None:
+        """What was only probed is not exact, and nobody knows its error."""
+        for kind, entries in found.entries.items():
+            if self.curvature != "hessian" or kind not in CURVATURE:
+                continue
+            for name in plan.probed & entries.keys():
+                entry = entries[name]
+                reason = f"probed on {plan.samples} of {samples} samples: {self.reasons[name]}"
+                error = torch.full_like(entry.value, nan)
+                entries[name] = replace(
+                    entry, exact=False, stderr=error, reason=reason, draws=None, degrees=inf
+                )
+                found.errors[kind] = nan
 
     def _why(self, name: str, rule: str) -> str:
         linear = self.curvature == "hessian"
@@ -259,10 +270,10 @@ class Blocks:
     def _sketch(self, found: Found, requests: Requests, plan: Plan, count: int) -> None:
         draws: dict[Kind, Draws] = {}
         for k in range(self.estimator.probes):
-            draw = Draw(self.estimator.seed * 1_000_003 + k)
-            values = self._pass(requests, draw).run(self.risk.batches(), plan)
+            sweep = self._pass(requests, Draw(self.estimator.seed * 1_000_003 + k))
+            values = sweep.run(self.risk.batches(), plan)
             for kind in {kind for kind, _ in values}:
-                each = draws.setdefault(kind, Draws(self.groups))
+                each = draws.setdefault(kind, Draws(self.estimator.groups(kind, self.groups)))
                 each.add({name: v for (k, name), v in values.items() if k == kind})
         note = (
             f"The outputs have {count} directions a sample, more than max_directions="
@@ -274,6 +285,7 @@ class Blocks:
             self._estimated(
                 found, kind, drawn.estimate(), plan.rules, dict.fromkeys(requests, note)
             )
+        self._doubt(found, plan, sweep.samples)
 
     def _probe(self, found: Found, names: list[str], plan: Plan) -> None:
         products = self.products(names, plan)
@@ -300,7 +312,6 @@ class Blocks:
     def _probe_form(
         self, found: Found, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
     ) -> None:
-        assert isinstance(self.estimator, Hutchinson)
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
         products = self.products(list(weights), plan)
@@ -344,11 +355,15 @@ class Blocks:
                 "products" if written else rules[name],
                 reason,
                 None if draws is None else draws.cpu(),
+                inf if written else estimate.degrees,
             )
             found.add(kind, name, entry)
         found.totals[kind] = found.totals.get(kind, 0.0) + estimate.total
-        error = found.errors.get(kind, 0.0)
+        # Sketches and probes draw their noise from generators of their own.
+        error, degrees = found.errors.get(kind, 0.0), found.degrees.get(kind, inf)
+        parts = (error, degrees), (estimate.total_stderr, estimate.degrees)
         found.errors[kind] = (error**2 + estimate.total_stderr**2) ** 0.5
+        found.degrees[kind] = combined_degrees(parts)
 
 
 def _sums(values: Mapping[tuple[Kind, str], Tensor]) -> list[float]:

@@ -255,7 +255,7 @@ class Pass:
     ) -> Iterable[tuple[Tensor, Tensor | None]]:
         """Directions in groups whose deltas fit the memory budget."""
         if self.draw is not None:
-            noise = self.draw.signs(outputs.detach(), index, first)
+            noise = self.draw.noise(outputs.detach(), index, first)
             yield sides.sketch(noise)
             return
         width = outputs.element_size() * len(outputs)

@@ -2,7 +2,7 @@
 
 A `Factor` gives the directions u_c that are sent backwards. Where the output has several positions
 (tokens, pixels), each (position, class) is a direction of its own. `sketch` mixes all of them
-with random signs into one or two directions whose outer product is B on average.
+with random noise into one or two directions whose outer product is B on average.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Factor(ABC):
 
     @abstractmethod
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        """One draw: directions whose signed outer products average to B; `noise` is ±1."""
+        """One draw: directions whose signed outer products average to B; E[noise noiseᵀ] = 1."""
 
 
 @final
@@ -115,10 +115,10 @@ class SoftmaxFactor(Factor):
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         flat = noise.movedim(self.dim, -1).reshape(len(noise), -1, self.classes)
-        signs = flat.permute(1, 2, 0).to(self.p)[:, :-1]
+        each = flat.permute(1, 2, 0).to(self.p)[:, :-1]
         zero = torch.zeros_like(self.p[:, :1])
-        before = torch.cat([zero, (signs * self.below).cumsum(1)], 1)  # Σ_{c<j}
-        own = torch.cat([signs * self.at, zero], 1)
+        before = torch.cat([zero, (each * self.below).cumsum(1)], 1)  # Σ_{c<j}
+        own = torch.cat([each * self.at, zero], 1)
         return self._place((own - self.p * before).unsqueeze(0)), None
 
 

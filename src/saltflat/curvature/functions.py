@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from math import inf
 from typing import Any, Literal, cast
 
 import torch
@@ -13,7 +14,7 @@ from saltflat.curvature.blocks import Blocks, Found
 from saltflat.curvature.factors import derivatives_explained
 from saltflat.curvature.products import Curvature
 from saltflat.curvature.settings import Certify, Settings
-from saltflat.curvature.stochastic import Estimator, Hutchinson, XTrace
+from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.losses import LossLike
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
@@ -29,7 +30,7 @@ def trace(
     curvature: Curvature = "hessian",
     *,
     parameters: str | Iterable[str] = "trainable",
-    estimator: Estimator | None = None,
+    estimator: Hutchinson | None = None,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -49,7 +50,7 @@ def trace(
         twice differentiable callable of outputs and targets, and of nothing else that is measured.
     curvature : "hessian" or "ggn".
     parameters : "trainable", "all" (frozen ones too) or a list of names.
-    estimator : `Hutchinson` (default) or `XTrace`, for what cannot be had exactly.
+    estimator : `Hutchinson(probes, seed)`, for what cannot be had exactly.
     certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
         also takes what seems so on a few samples, which is then not called exact and has no
         standard error; "none" takes nothing, so that every block of the Hessian is estimated.
@@ -60,9 +61,9 @@ def trace(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify)
-    found = _find(risk, "trace", curvature, _estimator(estimator, "trace"), settings)
+    found = _find(risk, "trace", curvature, _estimator(estimator), settings)
     details = {
-        name: Detail(float(e.value), e.exact, float(e.stderr), e.rule, e.reason)
+        name: Detail(float(e.value), e.exact, float(e.stderr), e.rule, e.reason, e.degrees)
         for name, e in found.entries["trace"].items()
     }
     return Trace(details, *_summary(found, "trace", curvature, risk))
@@ -75,7 +76,7 @@ def diagonal(
     curvature: Curvature = "hessian",
     *,
     parameters: str | Iterable[str] = "trainable",
-    estimator: Estimator | None = None,
+    estimator: Hutchinson | None = None,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -89,9 +90,9 @@ def diagonal(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify)
-    found = _find(risk, "diagonal", curvature, _estimator(estimator, "diagonal"), settings)
+    found = _find(risk, "diagonal", curvature, _estimator(estimator), settings)
     details = {
-        name: Detail(e.value, e.exact, 0.0 if e.exact else e.stderr, e.rule, e.reason)
+        name: Detail(e.value, e.exact, 0.0 if e.exact else e.stderr, e.rule, e.reason, e.degrees)
         for name, e in found.entries["diagonal"].items()
     }
     return Diagonal(details, *_summary(found, "diagonal", curvature, risk))
@@ -124,7 +125,7 @@ def max_eigenvalue(
 
 
 def _find(
-    risk: Risk, kind: Quantity, curvature: Curvature, estimator: Estimator, settings: Settings
+    risk: Risk, kind: Quantity, curvature: Curvature, estimator: Hutchinson, settings: Settings
 ) -> Found:
     with risk.session(), derivatives_explained():
         found = Blocks(risk, frozenset({kind}), curvature, estimator, settings).find()
@@ -135,11 +136,11 @@ def _find(
 
 def _summary(
     found: Found, kind: Quantity, curvature: str, risk: Risk
-) -> tuple[float, float, str, Certificate | None, tuple[str, ...], tuple[str, ...]]:
+) -> tuple[float, float, str, Certificate | None, tuple[str, ...], tuple[str, ...], float]:
     """What a result holds beside its details."""
     total, stderr = found.totals.get(kind, 0.0), found.errors.get(kind, 0.0)
-    notes = (*risk.notes, *found.notes)
-    return total, stderr, curvature, found.certificate, risk.frozen, notes
+    notes, degrees = (*risk.notes, *found.notes), found.degrees.get(kind, inf)
+    return total, stderr, curvature, found.certificate, risk.frozen, notes, degrees
 
 
 def checked_settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:
@@ -152,13 +153,9 @@ def checked_settings(max_directions: int, memory_budget: int | None, certify: st
     return Settings(max_directions, memory_budget, cast(Certify, certify))
 
 
-def _estimator(estimator: Estimator | None, quantity: Quantity) -> Estimator:
+def _estimator(estimator: Hutchinson | None) -> Hutchinson:
     if estimator is None:
         return Hutchinson()
-    if not isinstance(estimator, Hutchinson | XTrace):
-        raise InvalidType(
-            f"estimator must be Hutchinson(…) or XTrace(…). Got {type(estimator).__name__}."
-        )
-    if isinstance(estimator, XTrace) and quantity == "diagonal":
-        raise InvalidValue("XTrace estimates traces only. Use Hutchinson for a diagonal.")
+    if not isinstance(estimator, Hutchinson):
+        raise InvalidType(f"estimator must be Hutchinson(…). Got {type(estimator).__name__}.")
     return estimator

@@ -1,10 +1,10 @@
 """Quadratic forms of a layer's Hessian, estimated by products with random vectors.
 
-For v made of the weight and random signs, ⟨v, H v⟩ restricted to a block has as its mean
+For v made of the weight and random noise, ⟨v, H v⟩ restricted to a block has as its mean
 
-    columns    w(j)ᵀ H_jj w(j)          v = W with one sign an input unit
-    rows       w_oᵀ H_oo w_o            v = W with one sign an output unit
-    flatness   Σ ⟨w_s, w_s'⟩ Tr H_ss'   v = L S with L Lᵀ = W Wᵀ and S all signs
+    columns    w(j)ᵀ H_jj w(j)          v = W times a number an input unit
+    rows       w_oᵀ H_oo w_o            v = W times a number an output unit
+    flatness   Σ ⟨w_s, w_s'⟩ Tr H_ss'   v = L S with L Lᵀ = W Wᵀ and S all noise
 
 Blocks of all layers are probed by the same products: what one layer has to do with another
 averages out, and the standard errors say how far.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.quadratic import Form, Weight, divide
-from saltflat.curvature.stochastic import Draws, Estimate, Hutchinson, Product, signs
+from saltflat.curvature.stochastic import Draws, Estimate, Hutchinson, Product, noise
 
 
 def estimate_form(
@@ -52,7 +52,7 @@ def _written_out(product: Product, weights: Mapping[str, Weight], form: Form) ->
             found[name][at] += (left * product(zeros | {name: right})[name]).sum()
     nothing = {name: torch.zeros_like(value) for name, value in found.items()}
     total = sum(float(value.sum()) for value in found.values())
-    return Estimate(found, nothing, total, 0.0, frozenset(weights))
+    return Estimate(found, nothing, total, 0.0, exact=frozenset(weights))
 
 
 def _units(weight: Weight, form: Form) -> Iterator[tuple[int | tuple[()], Tensor, Tensor]]:
@@ -92,7 +92,7 @@ def _probe(weight: Weight, form: Form, generator: torch.Generator) -> Tensor:
     if form == "flatness":
         return _mixed(weight, generator)
     side = (shape[0], 1, shape[2], 1) if form == "columns" else (shape[0], shape[1], 1, 1)
-    each = signs(torch.Size(side), values.device, generator)
+    each = noise(torch.Size(side), values.device, generator)
     return matrix.ungrouped(matrix.grouped(values) * each, values.shape)
 
 
@@ -106,7 +106,7 @@ def _mixed(weight: Weight, generator: torch.Generator) -> Tensor:
         scale = weight.scale.double().reshape(shape[0], 1, shape[2], 1)
         w = w * scale
     upper = torch.linalg.qr(w.flatten(-2).mT, mode="r").R
-    each = signs(torch.Size((shape[0], upper.shape[1], shape[2:].numel())), w.device, generator)
+    each = noise(torch.Size((shape[0], upper.shape[1], shape[2:].numel())), w.device, generator)
     mixed = (upper.mT @ each).reshape(shape)
     if scale is not None:
         mixed = divide(mixed, scale)

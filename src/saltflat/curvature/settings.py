@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from saltflat.curvature.stochastic import noise
+
 Certify = Literal["proof", "probe", "none"]
 
 # On a CPU: a chunk's bytes.
@@ -43,10 +45,10 @@ class Draw:
 
     seed: int
 
-    def signs(self, like: Tensor, batch: int, first: int) -> Tensor:
-        """±1 for every output of the samples from `first` of a batch on."""
+    def noise(self, like: Tensor, batch: int, first: int) -> Tensor:
+        """Noise for every output of the samples from `first` of a batch on, each its own."""
         rows = []
         for i in range(len(like)):
             generator = torch.Generator().manual_seed(hash((self.seed, batch, first + i)) % 2**63)
-            rows.append(torch.randint(0, 2, like.shape[1:], generator=generator))
-        return (torch.stack(rows) * 2 - 1).to(like)
+            rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
+        return torch.stack(rows).to(like)

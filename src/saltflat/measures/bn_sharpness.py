@@ -84,7 +84,7 @@ class BNSharpness(Measure):
         return self.measurement(
             value=value,
             exact=self.strategy == "small_delta",
-            lower_bound=self.strategy == "ascent",
+            bound="lower" if self.strategy == "ascent" else None,
             details=self._details(surface, loss, limit, names),
             notes=tuple(notes),
         )

@@ -44,7 +44,7 @@ class DeltaSharpness(Measure):
         return self.measurement(
             value=found.value / (1 + found.loss),
             exact=False,
-            lower_bound=True,
+            bound="lower",
             details=found.details,
             notes=found.notes,
         )

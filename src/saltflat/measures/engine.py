@@ -14,7 +14,7 @@ from saltflat.curvature.products import Curvature
 from saltflat.curvature.quantities import EVERY_PARAMETER, Kind
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.start import start
-from saltflat.curvature.stochastic import Hutchinson
+from saltflat.curvature.stochastic import Hutchinson, group_sizes
 from saltflat.measures.base import Layer, Quantity
 from saltflat.risk import Risk
 
@@ -36,12 +36,12 @@ class CurvatureEngine:
         self._eigenvalues: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def quantities(self, kinds: frozenset[Kind]) -> dict[Kind, Quantity]:
-        groups = min(self.estimator.probes, _GROUPS)
-        found = self._blocks(kinds, groups).find()
+        found = self._blocks(kinds, min(self.estimator.probes, _GROUPS)).find()
         self.warnings += [w for w in found.warnings if w not in self.warnings]
         if self.found is None:
             self.found = found
-        return {kind: _quantity(found, kind) for kind in kinds if kind in found.entries}
+        probes = self.estimator.probes
+        return {kind: _quantity(found, kind, probes) for kind in kinds if kind in found.entries}
 
     def eigenvalue(self, names: Sequence[str], tol: float) -> tuple[float, float]:
         key = (*names, str(tol))
@@ -98,9 +98,11 @@ class CurvatureEngine:
         ]
 
 
-def _quantity(found: Found, kind: Kind) -> Quantity:
+def _quantity(found: Found, kind: Kind, probes: int) -> Quantity:
     entries = found.entries[kind]
     # Small blocks may have been written out in full, and are exact though others are not.
     drawn = {n: e.draws for n, e in entries.items() if not e.exact and e.draws is not None}
     assert kind in EVERY_PARAMETER or all(n in found.matrices for n in entries)
-    return Quantity({n: e.value.double() for n, e in entries.items()}, drawn)
+    sizes = group_sizes(probes, len(next(iter(drawn.values())))) if drawn else ()
+    probed = frozenset(n for n, e in entries.items() if bool(e.stderr.isnan().any()))
+    return Quantity({n: e.value.double() for n, e in entries.items()}, drawn, sizes, probed)

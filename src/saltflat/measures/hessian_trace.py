@@ -26,7 +26,6 @@ class HessianTrace(Measure):
         blocks = {name: float(value) for name, value in trace.values.items()}
         return self.measurement(
             value=sum(blocks.values()),
-            exact=trace.exact(blocks),
-            stderr=trace.stderr(dict.fromkeys(blocks, 1.0)),
+            **trace.certainty(dict.fromkeys(blocks, 1.0)),
             by_parameter=blocks,
         )

@@ -43,8 +43,7 @@ class KappaTrace(Measure):
         }
         return self.measurement(
             value=sum(by_layer.values()),
-            exact=trace.exact(norms),
-            stderr=trace.stderr(norms),
+            **trace.certainty(norms),
             by_layer=by_layer,
             by_neuron=self._columns(context) if self.neurons else {},
             max_over="layers",

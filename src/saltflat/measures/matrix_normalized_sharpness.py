@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.cross_fit import NOTE, root_bound
 
 
 @final
@@ -15,7 +16,8 @@ from saltflat.measures.base import Context, Measure, Need, NotApplicable
 class MatrixNormalizedSharpness(Measure):
     """Σ_d sqrt(‖W_d‖²_F · Tr H_d) (Tsuzuku et al. 2020, eq. 13).
 
-    A trace below zero (an indefinite loss, or the noise of an estimate) counts as zero.
+    A trace below zero (an indefinite loss) counts as zero. Of estimated traces the value is an
+    upper bound with an error (`saltflat.measures.cross_fit`).
     """
 
     name: ClassVar[str] = "matrix_normalized_sharpness"
@@ -27,25 +29,24 @@ class MatrixNormalizedSharpness(Measure):
 
     def compute(self, context: Context) -> Measurement:
         trace = context.quantity("trace")
-        by_layer, slopes, clipped = {}, {}, []
-        for layer in context.layers:
-            curvature, norm = float(trace.values[layer.parameter]), layer.norm_squared
-            if curvature < 0:
-                clipped.append(f"{layer.name} ({curvature:.3g})")
-            root = sqrt(norm * max(curvature, 0.0))
-            by_layer[layer.name] = root
-            # d sqrt(n t) / dt, for the standard error; near 0, where it would be infinite or 0,
-            # the slope one standard error away
-            spread = trace.stderr({layer.parameter: 1.0})
-            near = curvature > -3 * spread
-            slopes[layer.parameter] = sqrt(norm / max(curvature, spread)) / 2 if near else 0.0
-        if len(clipped) == len(by_layer):
+        names = {layer.name: layer.parameter for layer in context.layers}
+        known = {n: float(trace.values[p]) for n, p in names.items() if p not in trace.draws}
+        negative = {name: value for name, value in known.items() if value < 0}
+        if len(negative) == len(names):
             raise NotApplicable("The trace of every weight matrix is negative.")
-        notes = (f"negative traces counted as zero: {', '.join(clipped)}",) if clipped else ()
+        listed = ", ".join(f"{name} ({value:.3g})" for name, value in negative.items())
+        notes = (f"negative traces counted as zero: {listed}",) if negative else ()
+        if len(known) == len(names):
+            by_layer = {
+                x.name: sqrt(x.norm_squared * max(known[x.name], 0.0)) for x in context.layers
+            }
+            value = sum(by_layer.values())
+            return self.measurement(value=value, exact=True, by_layer=by_layer, notes=notes)
+        fitted = root_bound(trace, {x.parameter: x.norm_squared for x in context.layers})
         return self.measurement(
-            value=sum(by_layer.values()),
-            exact=trace.exact(slopes),
-            stderr=trace.stderr(slopes),
-            by_layer=by_layer,
-            notes=notes,
+            value=fitted.value,
+            **fitted.certainty(),
+            bound="upper",
+            by_layer={name: fitted.by_parameter[p] for name, p in names.items()},
+            notes=(NOTE, *notes),
         )

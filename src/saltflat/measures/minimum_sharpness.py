@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -10,8 +10,24 @@ import torch
 from torch import Tensor
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable
-from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace, uniform_parameters
+from saltflat.measures.base import (
+    Context,
+    Layer,
+    Measure,
+    Need,
+    NotApplicable,
+    Quantity,
+    mean_error,
+)
+from saltflat.measures.cross_fit import NOTE, Line, cross_fit
+from saltflat.symmetries.balance import (
+    Least,
+    NegativeCurvature,
+    class_masses,
+    least_trace,
+    noisy_scaling,
+    uniform_parameters,
+)
 from saltflat.symmetries.group import Group
 
 
@@ -28,6 +44,9 @@ class MinimumSharpness(Measure):
     A layer whose curvature can be driven to zero (one that feeds BatchNorm, or a dead one) adds
     nothing; it is named, and `details["on_sphere"]` is the value with such layers measured on
     their unit sphere instead, Σ_o ‖w_o‖² Tr H_{w_o} over their output units.
+
+    Of estimated curvature the value is an upper bound with an error: see
+    `saltflat.measures.cross_fit`.
     """
 
     name: ClassVar[str] = "minimum_sharpness"
@@ -41,35 +60,60 @@ class MinimumSharpness(Measure):
         group = context.group.only("layer")
         trace = context.quantity("trace")
         single = uniform_parameters(group, trace.values)
-        curvature = dict(trace.values)
-        source = trace
-        if len(single) < len(curvature):
-            # Scales that differ within a parameter (a concatenation): entries are needed.
-            source = context.quantity("diagonal")
-            curvature = dict(source.values)
-        least = minimised(group, curvature, source.errors())
+        # Scales that differ within a parameter (a concatenation): entries are needed.
+        source = trace if len(single) == len(trace.values) else context.quantity("diagonal")
+        least = minimised(group, source)
+        fields = least_fields(group, source, least)
         details: dict[str, Any] = {
             "alpha": alphas(least, context.layers),
             "logs": least.element.logs,
         }
         if least.vanishing:
-            details["on_sphere"] = least.value + _on_sphere(context, least)
-        return self.measurement(
-            value=least.value,
-            exact=source.exact(curvature),
-            stderr=source.stderr(least.slopes),
-            gap=least.gap,
-            by_parameter=least.by_parameter,
-            details=details,
-            notes=notes(least),
-        )
+            details["on_sphere"] = fields["value"] + _on_sphere(context, least)
+        return self.measurement(**fields, details=details)
 
 
-def minimised(group: Group, curvature: dict[str, Tensor], noise: dict[str, Tensor]) -> Least:
+def minimised(group: Group, source: Quantity) -> Least:
+    """The least trace, refused where curvature is negative beyond its error."""
+    noise = None
+    if source.draws:
+        masses = torch.from_numpy(class_masses(group, source.values, source.draws))
+        noise = mean_error(masses, source.counts)[1].numpy()
     try:
-        return least_trace(group, curvature, noise)
+        return least_trace(group, source.values, noise, source.degrees)
     except NegativeCurvature as error:
         raise NotApplicable(str(error)) from error
+
+
+def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]:
+    """Value, certainty and notes of a least trace, as fields of a measurement.
+
+    Where estimates decide the rescaling, the value is a bound from above: each fold of the draws
+    is rescaled by what the others say.
+    """
+    if not source.draws:
+        return {
+            "value": least.value,
+            "exact": True,
+            "gap": least.gap,
+            "by_parameter": least.by_parameter,
+            "notes": notes(least),
+        }
+    masses = torch.from_numpy(class_masses(group, source.values, source.draws))
+
+    def choose(rest: Sequence[int]) -> Line:
+        mean, errors = mean_error(masses[rest], [source.counts[k] for k in rest])
+        return Line(noisy_scaling(group, source.values, mean.numpy(), errors.numpy()).slopes)
+
+    fitted = cross_fit(source, choose)
+    bounds = any(name in source.draws for name in group.parameters())
+    return {
+        "value": fitted.value,
+        **fitted.certainty(),
+        "bound": "upper" if bounds else None,
+        "by_parameter": {name: fitted.by_parameter[name] for name in source.values},
+        "notes": (*((NOTE,) if bounds else ()), *notes(least)),
+    }
 
 
 def alphas(least: Least, layers: Any) -> dict[str, float]:
@@ -85,10 +129,9 @@ def alphas(least: Least, layers: Any) -> dict[str, float]:
 
 def notes(least: Least) -> tuple[str, ...]:
     found = []
-    if least.clipped:
+    if least.negative:
         found.append(
-            "estimates below zero, by less than four standard errors, count as zero: "
-            f"{_few(least.clipped)}"
+            f"estimated below zero, within its error: the curvature of {_few(least.negative)}"
         )
     if least.vanishing:
         found.append(

@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need
-from saltflat.measures.minimum_sharpness import minimised, notes
+from saltflat.measures.minimum_sharpness import least_fields, minimised
 
 
 @final
@@ -16,7 +16,9 @@ class NeuronwiseMinimumSharpness(Measure):
     """min Tr H over every positive rescaling that keeps the function, unit by unit.
 
     Σ diag[o,i] exp(−2(e_o − e_i)) over the scales e of all units: a convex problem, matrix
-    balancing. It carries minimum sharpness (Ibayashi et al. 2021) from layers to units.
+    balancing. It carries minimum sharpness (Ibayashi et al. 2021) from layers to units. Of
+    estimated curvature the value is an upper bound with an error: see
+    `saltflat.measures.cross_fit`.
     """
 
     name: ClassVar[str] = "neuronwise_minimum_sharpness"
@@ -28,13 +30,8 @@ class NeuronwiseMinimumSharpness(Measure):
 
     def compute(self, context: Context) -> Measurement:
         diagonal = context.quantity("diagonal")
-        least = minimised(context.group, dict(diagonal.values), diagonal.errors())
+        least = minimised(context.group, diagonal)
         return self.measurement(
-            value=least.value,
-            exact=diagonal.exact(diagonal.values),
-            stderr=diagonal.stderr(least.slopes),
-            gap=least.gap,
-            by_parameter=least.by_parameter,
+            **least_fields(context.group, diagonal, least),
             details={"logs": least.element.logs, "dimension": len(context.group)},
-            notes=notes(least),
         )

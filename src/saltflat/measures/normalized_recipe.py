@@ -16,6 +16,7 @@ from saltflat.errors import InvalidValue
 from saltflat.measures.ascent import Point, gaussian
 from saltflat.measures.base import Context, Layer, Quantity
 from saltflat.measures.landscape import Landscape
+from saltflat.measures.perturb import check_draws
 
 
 def stochastic_diagonal(
@@ -26,8 +27,7 @@ def stochastic_diagonal(
     As in the paper, r differs by weight matrix: `radius` times the root mean square of its
     entries. All matrices are moved at once; what they do to each other has mean zero.
     """
-    if draws < 2:
-        raise InvalidValue(f"draws must be at least 2, for a standard error. Got {draws!r}.")
+    check_draws(draws)
     if not radius > 0:
         raise InvalidValue(f"radius must be a positive number. Got {radius!r}.")
     landscape = _landscape(context)
@@ -92,8 +92,7 @@ def direct_objective(
     standard error of that. The problem is not convex: this is a point of it, an upper bound of
     the minimum up to the standard error.
     """
-    if draws < 2:
-        raise InvalidValue(f"draws must be at least 2, for a standard error. Got {draws!r}.")
+    check_draws(draws)
     landscape = _landscape(context)
     noise = _Noise(context.layers, lam)
     generator = torch.Generator().manual_seed(seed)

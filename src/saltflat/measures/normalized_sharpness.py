@@ -14,6 +14,8 @@ from saltflat.curvature.matrix import Matrix
 from saltflat.errors import InvalidValue
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Layer, Measure, Need, Quantity
+from saltflat.measures.cross_fit import NOTE
+from saltflat.measures.normalized_bound import normalized_bound
 from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
 
 
@@ -29,11 +31,9 @@ class NormalizedSharpness(Measure):
     `details["clipped"]` is the share of |h| that this concerns. So does what is zero up to rounding
     (`noise_floor`).
 
-    Of an estimated h (a network that is not piecewise linear, too many directions) the value is
-    biased, mostly upwards: noise makes entries negative, and counting those as zero leaves what is
-    positive. `stderr` does not hold this bias, which can be several times as large; more probes
-    make both smaller. To show it, `details["halves"]` is what each half of the probes gives, on
-    average.
+    Of an estimated h (a network that is not piecewise linear, too many directions) the value is an
+    upper bound with an error, in which negative entries count as they are
+    (`saltflat.measures.normalized_bound`).
     """
 
     lam: float = 0.5
@@ -56,11 +56,12 @@ class NormalizedSharpness(Measure):
     def compute(self, context: Context) -> Measurement:
         if self.strategy is None:
             return self._exactly(context)
-        value, stderr, by_layer, note = self.strategy.value(context, self.lam)
+        value, stderr, degrees, by_layer, note = self.strategy.value(context, self.lam)
         return self.measurement(
             value=value,
             exact=False,
             stderr=stderr,
+            degrees=degrees,
             by_layer=by_layer,
             invariant_to=frozenset(),  # a descent of so many steps depends on the scale
             notes=(note,),
@@ -70,15 +71,15 @@ class NormalizedSharpness(Measure):
         diagonal = context.quantity("diagonal")
         magnitudes = context.quantities.get("magnitude", Quantity({})).values
         factor = sqrt(0.5 / self.lam)
-        by_layer, weights = dict[str, float](), dict[str, Tensor | float]()
+        if not diagonal.exact(layer.parameter for layer in context.layers):
+            return self._bounded(context, diagonal, factor)
+        by_layer = dict[str, float]()
         gap, negative, size = 0.0, 0.0, 0.0
         unattained = []
         for layer in context.layers:
             h = diagonal.values[layer.parameter]
             found = balance_layer(layer, h, magnitudes.get(layer.parameter))
             by_layer[layer.name] = factor * found.value
-            drawn = layer.parameter in diagonal.draws
-            weights[layer.parameter] = factor * found.slopes if drawn else 0.0
             gap += factor * found.gap
             negative, size = negative + found.negative, size + found.size
             if not found.attained:
@@ -87,44 +88,29 @@ class NormalizedSharpness(Measure):
         notes = []
         if clipped > 0:
             notes.append(f"{clipped:.2%} of |h| is negative and counts as zero")
-        details = {"clipped": clipped}
-        value = sum(by_layer.values())
-        if not diagonal.exact(weights):
-            details["halves"] = factor * _halves(context, diagonal)
-            notes.append(_bias(value, details["halves"]))
         if unattained:
             notes.append(f"the minimum is a limit, not attained, in {', '.join(unattained)}")
         return self.measurement(
-            value=value,
-            exact=diagonal.exact(weights),
-            stderr=diagonal.stderr(weights),
+            value=sum(by_layer.values()),
+            exact=True,
             gap=gap,
             by_layer=by_layer,
-            details=details,
+            details={"clipped": clipped},
             notes=tuple(notes),
         )
 
-
-def _halves(context: Context, diagonal: Quantity) -> float:
-    """The value at λ = ½ from one half of the draws or the other, on average."""
-    total = 0.0
-    for layer in context.layers:
-        draws = diagonal.draws.get(layer.parameter)
-        halves = (
-            [diagonal.values[layer.parameter]]
-            if draws is None
-            else [draws[first::2].mean(0).double() for first in range(2)]
+    def _bounded(self, context: Context, diagonal: Quantity, factor: float) -> Measurement:
+        fitted = normalized_bound(context.layers, diagonal)
+        by_layer = {x.name: factor * fitted.by_parameter[x.parameter] for x in context.layers}
+        return self.measurement(
+            value=factor * fitted.value,
+            exact=False,
+            stderr=factor * fitted.stderr,
+            degrees=fitted.degrees,
+            bound="upper",
+            by_layer=by_layer,
+            notes=(NOTE, "negative entries of h count as they are, not as zero"),
         )
-        total += sum(balance_layer(layer, h).value for h in halves) / len(halves)
-    return total
-
-
-def _bias(value: float, halves: float) -> str:
-    change = halves / value - 1 if value > 0 else 0.0
-    return (
-        "biased beyond its ±, mostly upwards, since estimated entries below zero count as zero: "
-        f"half of the probes give {abs(change):.1%} {'more' if change >= 0 else 'less'}"
-    )
 
 
 @final

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.stochastic import degrees_of_freedom
 from saltflat.measures.base import Context
 from saltflat.measures.normalized_recipe import (
     by_channel,
@@ -16,8 +17,8 @@ from saltflat.measures.normalized_recipe import (
     stochastic_diagonal,
 )
 
-# Value, standard error, values by layer, and what to say of them.
-Outcome = tuple[float, float, dict[str, float], str]
+# Value, standard error, its degrees of freedom, values by layer, and what to say of them.
+Outcome = tuple[float, float, float, dict[str, float], str]
 
 
 @final
@@ -49,7 +50,8 @@ class PaperRecipe:
             spread = variance.unsqueeze(-1).expand(grouped.shape)
             slopes[layer.parameter] = layer.matrix.ungrouped(spread, layer.weight.shape)
         note = f"the paper's recipe, after {self.steps} steps of descent: not a minimum"
-        return sum(by_layer.values()), diagonal.stderr(slopes), by_layer, note
+        stderr = diagonal.stderr(slopes)
+        return sum(by_layer.values()), stderr, diagonal.degrees, by_layer, note
 
 
 @final
@@ -68,4 +70,5 @@ class DirectObjective:
         value, stderr = direct_objective(
             context, self.steps, self.draws, self.lr, lam, context.seed
         )
-        return value, stderr, {}, "eq. 62: not convex, so a point of it and not the minimum"
+        note = "eq. 62: not convex, so a point of it and not the minimum"
+        return value, stderr, degrees_of_freedom(self.draws), {}, note

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.stochastic import LEAST_DRAWS, degrees_of_freedom
 from saltflat.errors import InvalidValue
 from saltflat.measures.ascent import Ball, Point, ascend, gaussian
 from saltflat.measures.base import Context
@@ -27,6 +28,7 @@ class Growth:
     searched: bool
     details: Mapping[str, Any]
     notes: tuple[str, ...]
+    degrees: float = inf  # of the standard error
 
     def fields(self) -> dict[str, Any]:
         """For a measurement: a supremum that was searched for is a lower bound, a mean is not."""
@@ -34,7 +36,8 @@ class Growth:
             "value": self.value,
             "exact": False,
             "stderr": self.stderr,
-            "lower_bound": self.searched,
+            "degrees": self.degrees,
+            "bound": "lower" if self.searched else None,
             "details": self.details,
             "notes": self.notes,
         }
@@ -90,7 +93,8 @@ class Neighbourhood:
         values = torch.tensor(found, dtype=torch.float64)
         value, stderr = float(values.mean()), float(values.std() / draws**0.5)
         details = {"loss": loss, "evaluations": self.landscape.evaluations}
-        return Growth(value, stderr, loss, False, details, self._rounding(abs(value), loss))
+        notes = self._rounding(abs(value), loss)
+        return Growth(value, stderr, loss, False, details, notes, degrees_of_freedom(draws))
 
     def _draw(self, like: Mapping[str, Tensor], size: int) -> Point:
         if self.ball.p == inf:
@@ -125,7 +129,9 @@ def near_rounding(growth: float, loss: float, dtype: torch.dtype) -> tuple[str, 
     return (f"the loss changes by {growth:.1e}, which is near the rounding of {dtype}{advice}",)
 
 
-def check_search(radius: float, name: str, steps: int, restarts: int, draws: int = 2) -> None:
+def check_search(
+    radius: float, name: str, steps: int, restarts: int, draws: int = LEAST_DRAWS
+) -> None:
     """Refuse settings that make no sense."""
     if not (isfinite(radius) and radius > 0):
         raise InvalidValue(f"{name} must be a positive number. Got {radius!r}.")
@@ -133,5 +139,12 @@ def check_search(radius: float, name: str, steps: int, restarts: int, draws: int
         raise InvalidValue(f"steps must be at least 1. Got {steps!r}.")
     if restarts < 0:
         raise InvalidValue(f"restarts must not be negative. Got {restarts!r}.")
-    if draws < 2:
-        raise InvalidValue(f"draws must be at least 2, for a standard error. Got {draws!r}.")
+    check_draws(draws)
+
+
+def check_draws(draws: int) -> None:
+    """Refuse fewer draws than a standard error needs."""
+    if draws < LEAST_DRAWS:
+        raise InvalidValue(
+            f"draws must be at least {LEAST_DRAWS}, for a standard error that holds. Got {draws!r}."
+        )

@@ -63,8 +63,7 @@ class RelativeFlatness(Measure):
         }
         return self.measurement(
             value=by_layer[chosen.name],
-            exact=found.exact([chosen.parameter]),
-            stderr=found.stderr({chosen.parameter: factor[chosen.parameter]}),
+            **found.certainty({chosen.parameter: factor[chosen.parameter]}),
             by_layer=by_layer,
             invariant_to=self.invariant_to | ({"neuron"} if self.normalize_features else set()),
             details={"layer": chosen.name},

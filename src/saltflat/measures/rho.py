@@ -43,8 +43,7 @@ class Rho(Measure):
         by_layer = {name: float(values.sum()) for name, values in by_neuron.items()}
         return self.measurement(
             value=sum(by_layer.values()),
-            exact=forms.exact(parameters),
-            stderr=forms.stderr(dict.fromkeys(parameters, 1.0)),
+            **forms.certainty(dict.fromkeys(parameters, 1.0)),
             by_layer=by_layer,
             by_neuron=by_neuron,
         )

@@ -117,8 +117,9 @@ class Report(Mapping[str, Measurement]):
                 "value": m.value,
                 "exact": m.exact,
                 "stderr": m.stderr,
+                "degrees": m.degrees,
                 "gap": m.gap,
-                "lower_bound": m.lower_bound,
+                "bound": m.bound,
                 "invariant_to": ", ".join(sorted(m.invariant_to)),
             }
             for m in self.values()

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from math import isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -47,7 +47,10 @@ def encode(m: Measurement) -> dict[str, Any]:
 def decode(content: Mapping[str, Any]) -> Measurement:
     known = {f.name for f in fields(Measurement)}
     values = {k: v for k, v in content.items() if k in known}
-    for key in ("value", "stderr", "gap"):
+    if content.get("lower_bound"):  # as written before bounds had a direction
+        values["bound"] = "lower"
+    values.setdefault("degrees", inf if values["exact"] or values.get("bound") else nan)
+    for key in ("value", "stderr", "gap", "degrees"):
         values[key] = float(values[key])
     for key in ("by_parameter", "by_layer"):
         values[key] = {k: float(v) for k, v in values[key].items()}

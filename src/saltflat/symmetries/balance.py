@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
 from saltflat.convex.geometric import Minimum, minimise
 from saltflat.curvature.functions import diagonal as curvature_diagonal
 from saltflat.errors import ModelError
 from saltflat.symmetries.group import Group
-from saltflat.symmetries.rescale import Element
+from saltflat.symmetries.rescale import Element, Exponents
 
 Floats = NDArray[np.float64]
 
+# Estimates below zero by so many standard errors, of many degrees of freedom, are so for real.
+_SURE = 4.0
 # Curvature may come out below zero by rounding; by more than this share of the largest it is real.
 _ROUNDING = 1e-10
 
@@ -44,13 +48,13 @@ class Least:
 
     Attributes
     ----------
-    value : the infimum, at most `gap` too large.
+    value : the infimum, at most `gap` too large; of estimates, the trace where it was chosen.
     element : the rescaling that attains it; where it is not attained, the one that does so for
         what does not vanish.
     by_parameter : what each parameter's curvature is there.
     slopes : the derivative of `value` in every parameter's diagonal (of its shape, or a number).
     vanishing : parameters whose curvature can be driven to zero, and how much of it at the start.
-    clipped : parameters with estimates below zero that count as zero.
+    negative : parameters with estimates below zero, by no more than their errors allow.
     """
 
     value: float
@@ -59,7 +63,7 @@ class Least:
     by_parameter: Mapping[str, float]
     slopes: Mapping[str, Tensor | float]
     vanishing: Mapping[str, float]
-    clipped: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
 
 
 def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
@@ -78,49 +82,131 @@ def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
 
 
 def least_trace(
-    group: Group, curvature: Mapping[str, Tensor], noise: Mapping[str, Tensor] | None = None
+    group: Group,
+    curvature: Mapping[str, Tensor],
+    noise: Mapping[str, Tensor] | Floats | None = None,
+    degrees: float = inf,
 ) -> Least:
     """Minimise over the group; `curvature` holds diagonals, or traces of uniform parameters.
 
-    `noise` holds the standard errors of those that are estimates: what is below zero by less than
-    four of them counts as zero.
+    `noise` holds the standard errors of those that are estimates, of so many `degrees` of freedom:
+    by entry, if noise is independent between entries, or by class as `class_masses` are. What is
+    below zero by more than four of them (or by what is as unlikely for Student's t) is refused; of
+    the rest, `noisy_scaling`.
     """
+    masses = _Masses.of(group, curvature, {} if noise is None else noise)
+    return masses.least(group, masses.refuse_negative(degrees))
+
+
+def noisy_scaling(
+    group: Group, curvature: Mapping[str, Tensor], masses: Floats, errors: Floats
+) -> Least:
+    """The rescaling that is least where a mass A with the standard error s counts as
+    sqrt(A² + s²): one that is near nothing, or below it, is not blown up for a little of another.
+
+    `masses` and `errors` are by class. `value` is the trace there, in which masses are what they
+    are, so that it may be negative.
+    """
+    return replace(_Masses.of(group, curvature, errors), masses=masses).least(group, ())
+
+
+def class_masses(
+    group: Group, curvature: Mapping[str, Tensor], draws: Mapping[str, Tensor]
+) -> Floats:
+    """Σ diag H over the entries of every class, draw by draw; without draws, what is known."""
     exponents = group.exponents()
-    moved = {n: v.double() for n, v in curvature.items() if n in exponents.classes}
-    fixed = {n: float(v.sum()) for n, v in curvature.items() if n not in exponents.classes}
-    masses = np.zeros(exponents.matrix.shape[0])
-    for name, values in moved.items():
-        np.add.at(masses, *_pairs(exponents.classes[name], values))
-    clipped = _refuse_negative(masses, moved, exponents.classes, noise or {})
-    found = minimise(masses.clip(min=0), exponents.matrix)
-    powers = np.exp(-2 * (exponents.matrix @ found.point))
-    gone = _gone(found, len(masses))
-    powers[gone] = 0.0
-    slopes: dict[str, Tensor | float] = dict.fromkeys(fixed, 1.0)
-    by_parameter, vanishing = dict(fixed), {}
-    for name, values in moved.items():
-        classes, each = _pairs(exponents.classes[name], values)
-        by_parameter[name] = float((powers[classes] * each).sum())
-        lost = float(each[gone[classes]].sum())
-        if lost > 0:
-            vanishing[name] = lost
-        shaped = torch.from_numpy(powers[classes])
-        slopes[name] = float(shaped[0]) if values.ndim == 0 else shaped.reshape(values.shape)
-    return Least(
-        found.value + sum(fixed.values()),
-        found.gap,
-        group.element(torch.from_numpy(found.point)),
-        {name: by_parameter[name] for name in curvature},
-        slopes,
-        vanishing,
-        clipped,
-    )
+    count = len(next(iter(draws.values())))
+    masses = np.zeros((count, exponents.matrix.shape[0]))
+    for name, known in curvature.items():
+        if name in exponents.classes:
+            for k, row in enumerate(masses):
+                where, each = _pairs(
+                    exponents.classes[name], draws[name][k] if name in draws else known
+                )
+                row += np.bincount(where, each, len(row))
+    return masses
+
+
+@final
+@dataclass(frozen=True)
+class _Masses:
+    """Curvature by class of the group, with standard errors, and what the group does not move."""
+
+    masses: Floats
+    errors: Floats
+    exponents: Exponents
+    moved: Mapping[str, Tensor]
+    fixed: Mapping[str, float]
+    names: tuple[str, ...]  # of both, in order
+
+    @classmethod
+    def of(
+        cls, group: Group, curvature: Mapping[str, Tensor], noise: Mapping[str, Tensor] | Floats
+    ) -> _Masses:
+        exponents = group.exponents()
+        moved = {n: v.double() for n, v in curvature.items() if n in exponents.classes}
+        fixed = {n: float(v.sum()) for n, v in curvature.items() if n not in exponents.classes}
+        masses, variance = np.zeros((2, exponents.matrix.shape[0]))
+        for name, values in moved.items():
+            np.add.at(masses, *_pairs(exponents.classes[name], values))
+            if isinstance(noise, Mapping) and name in noise:
+                where, each = _pairs(exponents.classes[name], noise[name].double())
+                np.add.at(variance, where, each**2)
+        errors = np.sqrt(variance) if isinstance(noise, Mapping) else noise
+        return cls(masses, errors, exponents, moved, fixed, tuple(curvature))
+
+    def refuse_negative(self, degrees: float) -> tuple[str, ...]:
+        """Refuse what is negative beyond rounding and noise; the names of what is within noise."""
+        rounding = _ROUNDING * np.abs(self.masses).max(initial=0.0)
+        limit = _SURE if degrees == inf else float(stdtrit(degrees, ndtr(_SURE)))
+        bad = self.masses < -rounding - limit * self.errors
+        if not bad.any():
+            return tuple(self._named(self.masses < -rounding))
+        names = self._named(bad)
+        listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        raise NegativeCurvature(
+            f"The curvature of {listed} is negative, so the least trace may be −∞. The "
+            "Gauss–Newton matrix has none: curvature='ggn'."
+        )
+
+    def _named(self, which: NDArray[np.bool_]) -> list[str]:
+        classes = self.exponents.classes
+        return [n for n in self.moved if which[classes[n].numpy().reshape(-1)].any()]
+
+    def least(self, group: Group, negative: tuple[str, ...]) -> Least:
+        noisy = np.hypot(self.masses, self.errors)
+        positive = np.where(self.errors > 0, noisy, self.masses.clip(min=0))
+        found = minimise(positive, self.exponents.matrix)
+        powers = np.exp(-2 * (self.exponents.matrix @ found.point))
+        gone = _gone(found, len(positive))
+        powers[gone] = 0.0
+        slopes: dict[str, Tensor | float] = dict.fromkeys(self.fixed, 1.0)
+        by_parameter, vanishing = dict(self.fixed), {}
+        for name, values in self.moved.items():
+            classes, each = _pairs(self.exponents.classes[name], values)
+            by_parameter[name] = float((powers[classes] * each).sum())
+            lost = float(each[gone[classes]].sum())
+            if lost > 0:
+                vanishing[name] = lost
+            shaped = torch.from_numpy(powers[classes])
+            slopes[name] = float(shaped[0]) if values.ndim == 0 else shaped.reshape(values.shape)
+        exact = not self.errors.any()
+        return Least(
+            (found.value if exact else float(powers @ self.masses)) + sum(self.fixed.values()),
+            found.gap,
+            group.element(torch.from_numpy(found.point)),
+            {name: by_parameter[name] for name in self.names},
+            slopes,
+            vanishing,
+            negative,
+        )
 
 
 def balanced(group: Group, model: nn.Module, data: Any, *args: Any, **options: Any) -> nn.Module:
     """The model at the least trace over the group, as a copy."""
     diagonal = curvature_diagonal(model, data, *args, **options)
-    least = least_trace(group, diagonal)
+    noise = {n: d.stderr for n, d in diagonal.details.items() if isinstance(d.stderr, Tensor)}
+    least = least_trace(group, diagonal, noise, diagonal.degrees)
     if least.vanishing:
         warnings.warn(
             "The least trace is only approached: rescaling drives the curvature of "
@@ -137,34 +223,6 @@ def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:
     if values.ndim == 0 and classes.numel() > 1:
         return classes.reshape(-1)[:1].numpy(), values.reshape(1).cpu().numpy()
     return classes.reshape(-1).numpy(), values.reshape(-1).cpu().numpy()
-
-
-def _refuse_negative(
-    masses: Floats,
-    curvature: Mapping[str, Tensor],
-    classes: Mapping[str, Tensor],
-    noise: Mapping[str, Tensor],
-) -> tuple[str, ...]:
-    """Refuse what is negative beyond rounding and noise; the names of what is within noise."""
-    rounding = _ROUNDING * np.abs(masses).max(initial=0.0)
-    variance = np.zeros_like(masses)
-    for name, errors in noise.items():
-        if name in curvature:
-            where, each = _pairs(classes[name], errors.double())
-            np.add.at(variance, where, each**2)
-    low = masses < -rounding
-    bad = masses < -rounding - 4 * np.sqrt(variance)
-
-    def named(which: NDArray[np.bool_]) -> list[str]:
-        return [n for n in curvature if which[classes[n].numpy().reshape(-1)].any()]
-
-    if not bad.any():
-        return tuple(named(low))
-    names = named(bad)
-    raise NegativeCurvature(
-        f"The curvature of {', '.join(names[:5])}{', …' if len(names) > 5 else ''} is negative, so "
-        "the least trace may be −∞. The Gauss–Newton matrix has none: curvature='ggn'."
-    )
 
 
 def _gone(found: Minimum, size: int) -> NDArray[np.bool_]:
