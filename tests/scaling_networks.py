@@ -396,7 +396,8 @@ class RandomGraph(nn.Module):
 
     STEPS = (
         "linear", "act", "norm", "batch", "residual", "concat", "gate", "slice", "prelu", "scale",
-        "shared", "maxout", "tanh", "constant", "conv", "outer",
+        "shared", "maxout", "tanh", "constant", "conv", "outer", "gram",
+        "bilinear",
     )  # fmt: skip
 
     def __init__(self, steps: list[str]) -> None:
@@ -421,6 +422,8 @@ class RandomGraph(nn.Module):
             "maxout": nn.Linear(3, 6),
             "conv": nn.Conv1d(1, 1, 1),
             "outer": linear,
+            "gram": nn.Linear(3, 2, bias=False),
+            "bilinear": nn.Bilinear(3, 3, 3),
         }.get(step, nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -453,6 +456,10 @@ class RandomGraph(nn.Module):
                 return h + torch.tensor([0.0, 0.0, 0.5], dtype=h.dtype)
             case "conv":
                 return part(h[:, None]).flatten(1)
+            case "gram":
+                return h @ (part.weight.T @ part.weight)
+            case "bilinear":
+                return part(before, h)
             case "outer":
                 return torch.einsum("ni,nj->nij", part[0](h), part[1](h)).sum(2)
         return part(h)

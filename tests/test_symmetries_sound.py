@@ -299,6 +299,20 @@ def test_a_variance_that_is_a_parameter_stays() -> None:
     assert "var" not in kept(Normed().double(), torch.randn(5, 6, dtype=d)).parameters()
 
 
+def test_a_vector_that_is_read_in_part() -> None:
+    class Part(Then):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.offset = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(F.relu(self.fc1(x) + self.offset[:4]))
+
+    torch.manual_seed(0)
+    group = kept(Part().double(), torch.randn(5, 6, dtype=d))
+    assert len(group) == 1, "what is not read goes with its neighbours, and ties them"
+
+
 def test_one_memory_under_two_names_stays() -> None:
     class Twice(Then):
         def __init__(self) -> None:

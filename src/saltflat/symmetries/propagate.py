@@ -193,7 +193,7 @@ class Propagation:
         if not unread.any() or unread.all():
             return
         for d in range(ids.ndim):
-            along = unread.movedim(d, 0).flatten(1)
+            along = unread.movedim(d, 0).reshape(ids.shape[d], -1)
             if bool((along.all(1) == along.any(1)).all()):
                 self.scales.tie(ids, [d])
                 return
