@@ -370,11 +370,11 @@ def test_a_fold_does_not_choose_for_itself() -> None:
 
 
 def test_degrees_of_freedom() -> None:
-    """2σ⁴/Var(s²) for an excess kurtosis of 3/2, the variance of s² taken from simulation."""
+    """2σ⁴/Var(s²) for an excess kurtosis of 1, the variance of s² taken from simulation."""
     g = np.random.default_rng(0)
     draws = 8
-    mixture = np.where(g.random((200_000, draws)) < 0.5, 1.0, math.sqrt(3 + 2 * math.sqrt(2)))
-    x = g.normal(size=mixture.shape) * mixture  # excess kurtosis 3 Var(m²)/E[m²]² = 1.5
+    mixture = np.where(g.random((200_000, draws)) < 0.5, 1.0, math.sqrt(2 + math.sqrt(3)))
+    x = g.normal(size=mixture.shape) * mixture  # excess kurtosis 3 Var(m²)/E[m²]² = 1
     squares = x.var(1, ddof=1)
     degrees = 2 * squares.mean() ** 2 / squares.var()
     assert degrees_of_freedom(draws) == pytest.approx(degrees, rel=0.05)

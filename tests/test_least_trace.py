@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.symmetries.balance import NegativeCurvature, least_trace, uniform_parameters
+from saltflat.symmetries.balance import (
+    NegativeCurvature,
+    class_masses,
+    least_trace,
+    uniform_parameters,
+)
 from saltflat.symmetries.group import Group
 
 
@@ -93,6 +98,33 @@ def test_noise_adds_up_by_squares() -> None:
     elsewhere = {"2.weight": torch.full((2, 4), 9.0, dtype=torch.float64)}
     with pytest.raises(NegativeCurvature):
         least_trace(group, curvature, elsewhere)
+
+
+def test_few_degrees_of_freedom_refuse_less() -> None:
+    """Five standard errors below zero are sure of many draws, and nothing unusual of four."""
+    group = group_of(net(), "layer")
+    curvature = {"0.weight": number(9.0), "2.weight": number(-5.0)}
+    noise = {"0.weight": number(1.0), "2.weight": number(1.0)}
+    with pytest.raises(NegativeCurvature, match=r"2\.weight"):
+        least_trace(group, curvature, noise)
+    with pytest.raises(NegativeCurvature):
+        least_trace(group, curvature, noise, degrees=60.0)
+    assert least_trace(group, curvature, noise, degrees=2.0).negative == ("2.weight",)
+
+
+def test_masses_draw_by_draw() -> None:
+    """Entries of a class are added in every draw, so that what they share is not averaged out."""
+    group = group_of(net(), "neuron")
+    first = torch.arange(24.0, dtype=torch.float64).reshape(2, 4, 3)
+    second = torch.ones(2, 4, dtype=torch.float64)
+    curvature = {"0.weight": first.mean(0), "2.weight": second}
+    masses = class_masses(group, curvature, {"0.weight": first})
+    classes = group.exponents().classes
+    for k in range(2):
+        want = torch.zeros(masses.shape[1], dtype=torch.float64)
+        want.index_add_(0, classes["0.weight"].reshape(-1), first[k].reshape(-1))
+        want.index_add_(0, classes["2.weight"].reshape(-1), second.reshape(-1))
+        torch.testing.assert_close(torch.from_numpy(masses[k]), want)
 
 
 def test_which_parameters_need_but_a_trace() -> None:

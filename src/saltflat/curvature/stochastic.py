@@ -9,13 +9,13 @@ identity is still had without error), and the price is a variance of c²/3 on a 
 
 **The degrees of freedom.** The draws of a quadratic form are skewed where few directions dominate
 it, up to the χ² of a single one, and their spread is then itself uncertain: for R draws of excess
-kurtosis κ, Var(s²)/σ⁴ = κ/R + 2/(R−1). The degrees of freedom 2σ⁴/Var(s²) are stated for κ = 3/2,
+kurtosis κ, Var(s²)/σ⁴ = κ/R + 2/(R−1). The degrees of freedom 2σ⁴/Var(s²) are stated for κ = 1,
 
-    1 / (3/(4R) + 1/(R−1)),
+    1 / (1/(2R) + 1/(R−1)),
 
-somewhat more than half of R − 1. Student's t with these turns error/stderr into a normal score. Its
-root mean square, from R = 4 on, is 0.85 to 0.9 for normal draws, at most 1.2 where two directions
-dominate and 1.26 for one alone; with R − 1 it would be 1.44 for one, and 1.3 for two.
+about two thirds of R − 1. Student's t with these turns error/stderr into a normal score. Its root
+mean square, from R = 4 on, is 0.9 to 1 for normal draws, at most 1.2 where two directions dominate
+and 1.31 for one alone; with R − 1 it would be 1.44 for one, and 1.3 for two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEAST_DRAWS = 4
 
 def degrees_of_freedom(draws: int, groups: int | None = None) -> float:
     """Those of a standard error from the spread of `draws`, or of their means in `groups`."""
-    return 1 / (0.75 / draws + 1 / ((groups or draws) - 1))
+    return 1 / (0.5 / draws + 1 / ((groups or draws) - 1))
 
 
 def combined_degrees(parts: Iterable[tuple[float, float]]) -> float:

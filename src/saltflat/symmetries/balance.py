@@ -91,8 +91,8 @@ def least_trace(
 
     `noise` holds the standard errors of those that are estimates, of so many `degrees` of freedom:
     by entry, if noise is independent between entries, or by class as `class_masses` are. What is
-    below zero by more than four of them (or by what is as unlikely for Student's t) is refused; of
-    the rest, `noisy_scaling`.
+    below zero by more than four of them is refused; for Student's t, by what is as unlikely that
+    any of the masses is. Of the rest, `noisy_scaling`.
     """
     masses = _Masses.of(group, curvature, {} if noise is None else noise)
     return masses.least(group, masses.refuse_negative(degrees))
@@ -158,7 +158,10 @@ class _Masses:
     def refuse_negative(self, degrees: float) -> tuple[str, ...]:
         """Refuse what is negative beyond rounding and noise; the names of what is within noise."""
         rounding = _ROUNDING * np.abs(self.masses).max(initial=0.0)
-        limit = _SURE if degrees == inf else float(stdtrit(degrees, ndtr(_SURE)))
+        limit = _SURE
+        if degrees < inf:
+            unlikely = ndtr(-_SURE) / max(1, np.count_nonzero(self.errors))
+            limit = -float(stdtrit(degrees, unlikely))
         bad = self.masses < -rounding - limit * self.errors
         if not bad.any():
             return tuple(self._named(self.masses < -rounding))
