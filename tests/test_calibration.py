@@ -442,7 +442,7 @@ RELU = Case("relu", two_layers(6, nn.ReLU()), normal(5), n=6)
 NETS = {
     "tanh": Net(TANH, {}),
     "tanh, two samples": Net(TANH, {}, two=True),
-    "attention": Net(BY_NAME["attention"], {}),
+    "transformer": Net(BY_NAME["transformer"], {}),
     "sketch": Net(RELU, {"max_directions": 1}),
     "sketch, two samples": Net(RELU, {"max_directions": 1}, two=True),
 }
