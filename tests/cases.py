@@ -105,6 +105,8 @@ class Case:
     n: int = 5
     #: blocks (glob patterns) in which the outputs bend, so that the Hessian is not the GGN
     curved: tuple[str, ...] = ()
+    #: blocks that nobody can prove linear, though they are
+    unproved: tuple[str, ...] = ()
     #: blocks without any effect, where the certificate may say either
     dead: tuple[str, ...] = ()
     #: False: no mean or sum over samples; None: right either way, as estimate or as exact value
@@ -140,7 +142,7 @@ class Case:
         """Whether this block must be exact; None where either is right."""
         if any(fnmatch(name, p) for p in self.dead):
             return None
-        if any(fnmatch(name, p) for p in self.curved):
+        if any(fnmatch(name, p) for p in (*self.curved, *self.unproved)):
             return False
         return self.separable
 
@@ -349,7 +351,7 @@ GRAPHS = [
     Case("pruned", net.pruned),
     Case("low rank adapter", net.Adapter),
     Case("checkpointed", net.Checkpointed),
-    Case("user's own function", net.OwnFunction, curved=("scale", "fc1.*")),
+    Case("user's own function", net.OwnFunction, unproved=("scale", "fc1.*")),
     Case("fourier", net.Fourier),
     Case("hard mixture of experts", net.Experts, n=7),
     Case("sorted inside", net.Sorted, n=6),

@@ -515,3 +515,17 @@ def test_training_goes_on_afterwards() -> None:
             optimizer.step()
         steps.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
+@pytest.mark.parametrize("call", [sf.trace, sf.measure, lambda m, data: sf.symmetries(m, data[0])])
+def test_graphs_that_the_user_holds_still_reach_the_parameters(call) -> None:
+    """A parameter that changes its dtype for a while is cut off from them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    loss = nn.functional.cross_entropy(model(x), y)
+    edges = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    call(model, (x, y))
+    assert all(g is not None for g in torch.autograd.grad(loss, list(model.parameters())))
+    for p, node in zip(model.parameters(), edges, strict=True):
+        assert torch.autograd.graph.get_gradient_edge(p).node is node

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.curvature.memory import ordinary
+from saltflat.curvature.memory import halving, ordinary
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -178,12 +178,16 @@ class Risk:
     def _answers(self, samples: int | None) -> list[Tensor]:
         """Outputs, and a user's loss, on the first samples, or on all of the first batch."""
         whole = next(self.batches())
-        batch = whole.part(0, samples or whole.size)
-        with torch.no_grad():
-            outputs = self.forward(batch)
-            call = getattr(self.loss, "call", self.loss)
-            value = [scalar(call, outputs, batch.targets)] if callable(call) else []
-        return [outputs, *value]
+
+        def run(size: int) -> list[Tensor]:
+            batch = whole.part(0, size)
+            with torch.no_grad():
+                outputs = self.forward(batch)
+                call = getattr(self.loss, "call", self.loss)
+                value = [scalar(call, outputs, batch.targets)] if callable(call) else []
+            return [outputs, *value]
+
+        return halving(run, min(samples or whole.size, whole.size))
 
     def batches(self) -> Iterator[Batch]:
         """One pass over the data, each batch on the model's device.

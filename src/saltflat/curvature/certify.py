@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature.derivative import check_derivative, check_unreached
+from saltflat.curvature.factors import lacks_derivative
 from saltflat.curvature.layers import LinearUse, Rows, Use
 from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.memory import halving, out_of_memory
@@ -172,7 +173,8 @@ def _pulled(outputs: Tensor, sources: Sequence[Any], cotangent: Tensor) -> Seque
             outputs, sources, cotangent, retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
-        if out_of_memory(error):
+        plain = type(error) is RuntimeError and bool(str(error))
+        if out_of_memory(error) or lacks_derivative(error) or not plain:
             raise
         raise ModelError(
             f"The model cannot be differentiated: torch says {str(error).splitlines()[0]!r}. "

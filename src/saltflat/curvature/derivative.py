@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
 from saltflat.errors import ModelError
 from saltflat.risk import Batch, Risk
-from saltflat.session import lend
 
 _NAMED = 5  # parameters that an error names
 
@@ -62,8 +62,8 @@ def check_derivative(
     if here.same(slope, _difference(risk, batch, cotangent, direction, step)):
         return
     try:
-        with _moved(risk, batch) as (wide, samples):
-            blamed = _disagreeing(wide, samples, cotangent.to(wide.device, torch.float64), _FINE)
+        wide, samples = _moved(risk, batch)
+        blamed = _disagreeing(wide, samples, cotangent.to(wide.device, torch.float64), _FINE)
     except RuntimeError as error:
         if out_of_memory(error):
             raise
@@ -174,26 +174,33 @@ def _steady(risk: Risk, batch: Batch) -> bool:
     return bool((one - other).abs().max() <= 100 * size)
 
 
-@contextmanager
-def _moved(risk: Risk, batch: Batch) -> Iterator[tuple[Risk, Batch]]:
-    """The model in float64, every parameter moved by about 1e-3 of itself."""
-    if risk.device.type == "mps":  # there is no float64
-        replica = copy.copy(risk)
-        replica.model, replica.device = copy.deepcopy(risk.model).cpu(), torch.device("cpu")
-        named = dict(replica.model.named_parameters())
-        replica.parameters = {name: named[name] for name in risk.parameters}
-        risk = replica
+def _moved(risk: Risk, batch: Batch) -> tuple[Risk, Batch]:
+    """The model in float64, every parameter moved by about 1e-3 of itself.
+
+    Its own tensors stay as they are: another dtype would cut them off from graphs of the user's.
+    """
+    device = torch.device("cpu") if risk.device.type == "mps" else risk.device  # no float64 there
 
     def wide(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(risk.device, torch.float64 if leaf.is_floating_point() else None)
+        return leaf.detach().to(device, torch.float64 if leaf.is_floating_point() else None)
 
-    samples = Batch(tree_map(wide, batch.inputs), batch.targets, batch.size, batch.where)
-    with lend(risk.model, {id(p) for p in risk.parameters.values()}, torch.float64):
-        for k, p in enumerate(risk.parameters.values()):
-            p.data = p.data + 1e-3 * _noise(p, 1000 + k)
-        yield risk, samples
+    model = risk.model
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {name: wide(tensor) for name, tensor in state.items()}
+    for k, name in enumerate(risk.parameters):
+        moved = state[name] + 1e-3 * _noise(state[name], 1000 + k)
+        state[name] = moved.requires_grad_()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(model, state, args, kwargs)
+
+    replica = copy.copy(risk)
+    replica.model = call  # type: ignore[assignment]
+    replica.device, replica.dtype = device, torch.float64
+    replica.parameters = {name: state[name] for name in risk.parameters}  # type: ignore[misc]
+    return replica, Batch(tree_map(wide, batch.inputs), batch.targets, batch.size, batch.where)
 
 
 def _disagreeing(

@@ -120,7 +120,7 @@ class _Point:
         if not flowing:
             return {}
         total = torch.stack([(t * self._noise(t)).sum() for t in flowing]).sum()
-        chosen = list(self.parameters.values())
+        chosen = [self.lent.parameters[name] for name in self.parameters]
         try:
             grads = torch.autograd.grad(total, chosen, allow_unused=True)
         except RuntimeError:  # written in a way that has no derivative: all may have an effect

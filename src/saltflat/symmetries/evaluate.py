@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -81,17 +82,32 @@ def widened(example: Any) -> Any:
 class Evaluation:
     """A model that is lent, and its answers to one example.
 
-    `start` holds the values of its parameters and buffers in the type that is computed in.
+    `start` holds the values of its parameters and buffers in the type that is computed in. In
+    another type than its own the model is called with other tensors in their place: parameters
+    that changed their type, if only for a while, would be cut off from graphs that the user holds
+    and from hooks on their gradients.
     """
 
     def __init__(
-        self, model: nn.Module, example: Any, output: Output, random: RandomState, mode: Any
+        self,
+        model: nn.Module,
+        example: Any,
+        output: Output,
+        random: RandomState,
+        mode: Any,
+        differentiable: bool,
     ) -> None:
         self.model, self.example, self.output = model, example, output
-        self.parameters = dict(model.named_parameters())
-        self._tensors = {**self.parameters, **dict(model.named_buffers())}
-        self.start = {name: t.data for name, t in self._tensors.items()}
         self._random, self._mode = random, mode
+        named = dict(model.named_parameters())
+        self._own = {**named, **dict(model.named_buffers())}
+        self._wide = isinstance(mode, Widen)
+        self._replaced: bool | None = None  # not known before the first answers
+        self._tensors = dict(self._own)
+        if self._wide:
+            self._tensors = {name: _leaf(t, differentiable) for name, t in self._own.items()}
+        self.parameters = {name: self._tensors[name] for name in named}
+        self.start = {name: t.data for name, t in self._tensors.items()}
 
     @property
     def rounded(self) -> set[torch.dtype]:
@@ -106,12 +122,46 @@ class Evaluation:
         The model gets copies, so that a forward pass which writes to its parameters does no harm,
         and the same random numbers every time.
         """
+        if self._wide and self._replaced is None:
+            self._replaced = self._takes_others(values)
+            if not self._replaced:
+                self._tensors = self._own
+                self.parameters.update({name: self._own[name] for name in self.parameters})
+        self._put(values)
+        raw = self.output(self._call())
+        return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
+
+    def _put(self, values: Mapping[str, Tensor] | None) -> None:
         for name, tensor in self._tensors.items():
             value = (values or {}).get(name, self.start[name])
             tensor.data = value.to(self.start[name].dtype, copy=True)
         self._random.restore()
-        raw = self.output(run(self.model, self.example))
-        return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
+
+    def _call(self) -> Any:
+        args, kwargs = split(self.example)
+        if not self._replaced:
+            return self.model(*args, **kwargs)
+        return functional_call(self.model, self._tensors, args, kwargs)
+
+    def _takes_others(self, values: Mapping[str, Tensor] | None) -> bool:
+        """Whether the model computes with the tensors that it is called with, and no others.
+
+        One that holds its parameters in a list beside, or a ScriptModule, does not.
+        """
+        reads = _Reads({memory(t): name for name, t in self._own.items() if memory(t)})
+        self._replaced = True
+        self._put(values)
+        try:
+            with reads, torch.no_grad():
+                self._call()
+        except Exception:
+            return False
+        return not reads.met
+
+
+def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
+    wide: Tensor = widened(tensor.detach())
+    return wide.clone().requires_grad_(differentiable and wide.is_floating_point())
 
 
 @contextmanager
@@ -124,13 +174,9 @@ def evaluation(
     measured = {id(p) for p in model.parameters()} if differentiable else set[int]()
     mode: Any = Widen() if wide else nullcontext()
     try:
-        with (
-            lend(model, measured, torch.float64 if wide else None),
-            torch.set_grad_enabled(differentiable),
-            mode,
-        ):
+        with lend(model, measured, None), torch.set_grad_enabled(differentiable), mode:
             shown = widened(example) if wide else example
-            yield Evaluation(model, shown, output, state, mode)
+            yield Evaluation(model, shown, output, state, mode, differentiable)
     finally:
         state.restore()
 
