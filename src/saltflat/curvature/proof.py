@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import inf
+from math import inf, prod
 from operator import or_
 from typing import Any, TypeVar, final
 
@@ -200,7 +200,7 @@ class Proof:
     curved: Mapping[str, str]  # of these, those that may be curved -> through which operation
     given: Mapping[str, str]  # of the others, those that rely on a declaration -> of what
     opaque: frozenset[str]  # operations of the graph that no list holds
-    trail: tuple[str, ...]  # the operations in the order of the walk, parameters by number
+    trail: tuple[str, ...]  # the operations in the order of the walk, but for mere layout
     _kept: frozenset[Any]  # nodes above which no operation moves rows
 
     def keeps_rows(self, node: Any) -> bool:
@@ -228,7 +228,8 @@ def prove(
             reach[node] = bits.get(id(getattr(node, "variable", None)), 0)
             trail.append(str(reach[node].bit_length()))
             continue
-        trail.append(name)
+        if name not in _LAYOUT:
+            trail.append(name)
         reach[node] = every = reduce(or_, below)
         if not every or name in _LINEAR:
             continue
@@ -362,6 +363,7 @@ _ROW_OPERANDS: dict[str, tuple[int, ...]] = {
     "Addmm": (1,), "Bmm": (0, 1), "Baddbmm": (0, 1, 2), "NativeLayerNorm": (0,),
 }
 _VIEW = {"View", "UnsafeView", "ReshapeAlias"}
+_LAYOUT = _VIEW | {"AsStrided", "Clone"}  # what another memory format adds
 # Where a node says which dimensions it works along.
 _ALONG = {
     **dict.fromkeys((
@@ -422,11 +424,20 @@ def _local(
         return len(shape) == len(into)
     if name == "ConstantPadNd":
         return len(node._saved_pad) < 2 * len(into)
+    if name == "AsStrided":
+        return shape == into and _restrided(node, into)
     if name == "Permute":
         return bool(node._saved_dims) and node._saved_dims[0] % len(into) == 0
     if name in _ALONG:
         return 0 not in _dims(node, _ALONG[name], max(len(shape), len(into)))
     return False
+
+
+def _restrided(node: Any, shape: Sequence[int]) -> bool:
+    """Pooling to one position lays its mean, a tensor of its own, out channels last."""
+    child = node.next_functions[0][0]
+    fresh = child is not None and _named(child) == "Mean" and not node._saved_storage_offset
+    return fresh and node._saved_stride[0] == prod(shape[1:]) and max(shape[2:], default=1) == 1
 
 
 def _by_row(node: Any, name: str, shape: Sequence[int]) -> bool:
