@@ -77,6 +77,27 @@ def test_refused_everywhere(entry: Callable[..., Any]) -> None:
         entry(Between(WRONG["straight through"]), data())
 
 
+class Interleaved(nn.Module):
+    """Every other unit of a wide layer without bias is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc = nn.Linear(4, 8192, bias=False), nn.Linear(8192, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x).relu()
+        result: Tensor = self.fc(torch.where(torch.arange(8192) % 2 == 0, h, h.detach()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_of_large_parameters(dtype: torch.dtype) -> None:
+    """Some rows are moved at first: even and odd ones."""
+    with pytest.raises(sf.ModelError, match="not the derivative"):
+        sf.trace(Interleaved().to(dtype), data(dtype))
+
+
 def test_what_is_below_may_be_left_out() -> None:
     """The parameters above are differentiated rightly."""
     model = Between(WRONG["reversed"])

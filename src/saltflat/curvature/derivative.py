@@ -113,7 +113,7 @@ def _some(tensor: Tensor) -> Tensor:
     """Rows from all over a parameter, as a view; all of a small one."""
     if tensor.ndim == 0 or tensor.numel() <= _ENTRIES:
         return tensor
-    return tensor[:: -(-tensor.numel() // _ENTRIES)]
+    return tensor[:: -(-tensor.numel() // _ENTRIES) | 1]  # an odd step: even and odd rows
 
 
 def check_unreached(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> None:
@@ -165,7 +165,12 @@ def _direction(
     cap = 10 * share.median()
     scale = own / lengths * torch.where(share > cap, cap / share, 1.0)
     scale = torch.where((lengths > 0) & scale.isfinite(), scale, 0.0)
-    return dict(zip(names, torch._foreach_mul(given, scale.tolist()), strict=True))
+    along = torch._foreach_mul(given, scale.tolist())
+    # Entries without a gradient move too: they may have none because they are detached.
+    return {
+        name: torch.where(g == 0, _noise(parameters[name], k), v)
+        for k, (name, g, v) in enumerate(zip(names, given, along, strict=True))
+    }
 
 
 def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
