@@ -8,7 +8,7 @@ make it give something else than the derivative of the outputs, and second deriv
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -63,12 +63,14 @@ def check_derivative(
         if own != torch.float64 and _same_here(wide, samples, cotangent, gradients, _FINE):
             return
         _move(wide)
-        blamed = _disagreeing(wide, samples, cotangent.to(wide.device, torch.float64), _FINE)
+        blamed = _disagreeing(
+            wide, samples, cotangent.to(wide.device, torch.float64), _FINE, gradients
+        )
     except RuntimeError as error:
         if out_of_memory(error):
             raise
         # It cannot be run in float64: it casts to a type of few digits, perhaps.
-        blamed = _disagreeing(risk, batch, cotangent, _COARSE)
+        blamed = _disagreeing(risk, batch, cotangent, _COARSE, gradients)
     # A model that changes from pass to pass is refused, by name, when it is given back.
     if blamed and _steady(risk, batch):
         raise ModelError(
@@ -261,7 +263,7 @@ def _move(risk: Risk) -> None:
 
 
 def _disagreeing(
-    risk: Risk, batch: Batch, cotangent: Tensor, how: _Comparison
+    risk: Risk, batch: Batch, cotangent: Tensor, how: _Comparison, names: Collection[str]
 ) -> dict[str, tuple[float, float]]:
     """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
     with Safe():
@@ -271,7 +273,7 @@ def _disagreeing(
     gradients = {
         n: torch.zeros_like(p) if g is None else g
         for (n, p), g in zip(risk.parameters.items(), found, strict=True)
-        if p.numel()
+        if n in names
     }
     size = float((outputs.detach() * cotangent).abs().double().sum())
     if _agrees(risk, batch, cotangent, gradients, size, how):
