@@ -109,7 +109,7 @@ def drift(before: list[Tensor], after: list[Tensor]) -> float:
     """The largest change, relative to the largest entry; the same infinities are no change."""
     found = 0.0
     for a, b in zip(before, after, strict=True):
-        a, b = a.double(), b.double()
+        a, b = (t.to_dense().double() for t in (a, b))
         same = (a == b) | (a.isnan() & b.isnan())
         change = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
         finite = a[a.isfinite()].abs()

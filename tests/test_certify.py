@@ -106,15 +106,15 @@ def test_what_the_modules_are_set_to() -> None:
 
 
 class Sometimes(nn.Module):
-    """Bends only for batches in which a sample's first entry is large."""
+    """Bends only for samples whose first entry is large."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(4, 5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.fc1(x)
-        return self.fc2(h.tanh() if bool((x[:, 0] > 10).any()) else h.relu())
+        h, large = self.fc1(x), x[:, :1] > 10
+        return self.fc2(torch.where(large, h.tanh(), h.relu()) if bool(large.any()) else h.relu())
 
 
 def test_the_last_batch_counts() -> None:

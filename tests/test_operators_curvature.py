@@ -81,7 +81,7 @@ def by_differences(model: Scales, parameter: nn.Parameter, step: float = 1e-6) -
         for signed in (step, -2 * step):
             flat[i] += signed
             found = gradients(model, parameter)
-            ends.append(torch.zeros_like(flat) if found is None else found.flatten())
+            ends.append(torch.zeros_like(flat) if found is None else found.to_dense().flatten())
         flat[i] += step
         columns.append((ends[0] - ends[1]) / (2 * step))
     return torch.stack(columns, 1)

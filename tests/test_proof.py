@@ -181,6 +181,32 @@ def test_linear(name: str) -> None:
     assert curved(lambda: LINEAR[name](w), {"w": w}) == set()
 
 
+LISTS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "foreach": torch._foreach_exp_,
+    "foreach, out of order": lambda parts: torch._foreach_mul_(parts, parts),
+    "out": lambda parts: torch.sin(parts[0].detach(), out=parts[0].detach()),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_writes_to_lists_are_noted(name: str) -> None:
+    w = torch.rand(4, 2, dtype=torch.float64)
+    with InPlace() as log:
+        LISTS[name]([w[:, 0]])
+    assert log.seen - proof._LINEAR
+
+
+def test_lists_of_views_are_curved() -> None:
+    w = leaf()
+
+    def function() -> Tensor:
+        h = w * 2
+        torch._foreach_exp_([h[:, 0]])
+        return h
+
+    assert curved(function, {"w": w}) == {"w"}
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name: str) -> None:
     """Linear in each factor, and not in what both of them hold."""

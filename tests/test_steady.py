@@ -290,3 +290,26 @@ def test_a_copy_would_not_keep_what_a_script_shares() -> None:
         group.random(seed=0)(model)
     oracle = Dense(model, X, Y)
     agrees(sf.trace(model, (X, Y)), oracle.blocks(oracle.hessian))
+
+
+class Switching(nn.Module):
+    """Does more than set a flag when it is put into evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(4, 3), 2.0
+
+    def train(self, mode: bool = True) -> Switching:
+        self.scale = 2.0 if mode else 1.0
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.body(x)
+
+
+def test_switches_that_are_not_pulled_are_noted() -> None:
+    model, data = nn.Sequential(Switching(), nn.ReLU()), (torch.randn(6, 4), torch.arange(6) % 3)
+    (note,) = [note for note in sf.trace(model, data).notes if "eval() of their own" in note]
+    assert note.endswith(": 0; call model.eval() first if they do more than set a flag")
+    assert not sf.trace(model.eval(), data).notes
+    assert not sf.trace(nn.Sequential(nn.Linear(4, 3)).train(), data).notes

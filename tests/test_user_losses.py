@@ -391,3 +391,61 @@ def test_want_of_memory_in_a_loss_passes_as_it_is() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         sf.trace(network(), (X, Y), loss)
+
+
+# slopes and normalisers
+
+
+def focal(o: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(o, y, reduction="none")
+    return ((1 - (-each.detach()).exp()) ** 2 * each).mean()
+
+
+DETACHED: dict[str, Loss] = {
+    "focal": focal,
+    "pseudo-labels": lambda o, y: F.cross_entropy(o, o.detach().softmax(-1)),
+    "scaled": lambda o, y: F.cross_entropy(o / o.detach().std(), y),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", DETACHED.values(), ids=DETACHED)
+def test_losses_that_are_not_differentiated_in_full(loss: Loss, dtype: torch.dtype) -> None:
+    with pytest.raises(sf.LossError, match="is not its slope"):
+        sf.trace(network().to(dtype), (X.to(dtype), Y), loss)
+
+
+KINKED: dict[str, Loss] = {
+    "hinge": lambda o, y: (1 - o.gather(1, y[:, None])).clamp(min=0).mean(),
+    "absolute": lambda o, y: o.abs().mean(),
+    "at their kinks": lambda o, y: (o - o.detach().mean() * 0).relu().relu().mean(),
+    "probabilities": lambda o, y: F.binary_cross_entropy(o.softmax(1), F.one_hot(y, 4).to(o)),
+    "clamped": lambda o, y: F.nll_loss(o.softmax(1).clamp(1e-3).log(), y),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", KINKED.values(), ids=KINKED)
+def test_losses_with_kinks_are_differentiated(loss: Loss, dtype: torch.dtype) -> None:
+    """The negative control; also on outputs that are zero."""
+    model = network().to(dtype)
+    sf.trace(model, (X.to(dtype), Y), loss, estimator=sf.Hutchinson(4))
+    torch.nn.init.zeros_(model.body[2].weight)
+    torch.nn.init.zeros_(model.body[2].bias)
+    sf.trace(model, (X.to(dtype), Y), loss, estimator=sf.Hutchinson(4))
+
+
+def test_a_large_term_does_not_hide_a_masked_mean() -> None:
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
+    labelled = (torch.arange(64) % 6 == 0) | (torch.arange(64) >= 32)
+    y = torch.stack([200 + 100 * x[:, 0], torch.arange(64) % 3, labelled], 1)
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        each = F.cross_entropy(o[:, 1:], y[:, 1].long(), reduction="none")
+        masked = (each * y[:, 2]).sum() / y[:, 2].sum().clamp(min=1)
+        return F.mse_loss(o[:, 0], y[:, 0]) + masked
+
+    model = network().float()
+    oracle = Dense(model, x, y, loss)
+    result = sf.trace(model, [(x[:32], y[:32]), (x[32:], y[32:])], loss)
+    agrees(result, oracle.blocks(oracle.hessian), torch.float32)

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from saltflat.curvature.memory import halving, ordinary
@@ -44,24 +44,57 @@ Output = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs and targets of `size` samples; `where` says which they are in an error message."""
+    """Inputs and targets of `size` samples; `where` says which they are in an error message.
+
+    `rows` tells, for every leaf of inputs and targets, whether it holds one row a sample; what does
+    not (a mask for all samples) is never cut. Where it is not given, the leaves' lengths tell.
+    """
 
     inputs: Any
     targets: Any
     size: int
     where: str
+    rows: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            found = (has_rows(leaf, self.size) for leaf in self.leaves())
+            object.__setattr__(self, "rows", tuple(found))
+
+    def leaves(self) -> list[Any]:
+        return tree_leaves((self.inputs, self.targets))
 
     def part(self, start: int, stop: int) -> Batch:
-        """The samples from `start` to `stop`; what is not per sample stays as it is."""
+        """The samples from `start` to `stop`."""
         if start == 0 and stop >= self.size:
             return self
+        return self._cut(slice(start, stop), min(stop, self.size) - start)
 
-        def cut(leaf: Any) -> Any:
-            per_sample = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == self.size
-            return leaf[start:stop] if per_sample else leaf
+    def spread(self, count: int) -> Batch:
+        """Some samples from all over the batch, the first among them: data often come sorted."""
+        if count >= self.size:
+            return self
+        return self._cut(self.places(count), count)
 
-        inputs, targets = tree_map(cut, (self.inputs, self.targets))
-        return Batch(inputs, targets, min(stop, self.size) - start, self.where)
+    def places(self, count: int) -> list[int]:
+        """Where the samples of `spread` are."""
+        return [k * self.size // count for k in range(min(count, self.size))]
+
+    def _cut(self, which: slice | list[int], size: int) -> Batch:
+        leaves, structure = tree_flatten((self.inputs, self.targets))
+        cut = [leaf[which] if yes else leaf for leaf, yes in zip(leaves, self.rows, strict=True)]
+        inputs, targets = tree_unflatten(cut, structure)
+        return Batch(inputs, targets, size, self.where, self.rows)
+
+    def answered(self, outputs: Tensor) -> Batch:
+        """The same samples with outputs in the place of inputs."""
+        behind = len(tree_leaves(self.inputs))
+        return Batch(outputs, self.targets, self.size, self.where, (True, *self.rows[behind:]))
+
+
+def has_rows(leaf: Any, size: int) -> bool:
+    """Whether a leaf is as long as there are samples."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -80,29 +113,30 @@ def join(batches: Sequence[Batch]) -> Batch:
             "other, and losses over all samples, need one batch; pass a single one."
         )
 
-    def cat(*leaves: Any) -> Any:
-        return torch.cat(leaves) if _per_sample(leaves, batches) else leaves[0]
-
-    inputs, targets = tree_map(cat, *[(b.inputs, b.targets) for b in batches])
-    return Batch(inputs, targets, sum(b.size for b in batches), "all batches")
+    together = _rows(batches)
+    structure = tree_flatten((batches[0].inputs, batches[0].targets))[1]
+    content = zip(*[b.leaves() for b in batches], strict=True)
+    joined = [
+        torch.cat(each) if yes else each[0] for each, yes in zip(content, together, strict=True)
+    ]
+    inputs, targets = tree_unflatten(joined, structure)
+    return Batch(inputs, targets, sum(b.size for b in batches), "all batches", together)
 
 
 def alike(batches: Sequence[Batch]) -> bool:
     """Whether what is not per sample is the same in all batches, so that they can be joined."""
-    content = [tree_leaves((b.inputs, b.targets)) for b in batches]
+    content = [b.leaves() for b in batches]
     if len({len(leaves) for leaves in content}) > 1:
         return False
     return all(
-        _per_sample(leaves, batches) or all(_same(leaf, leaves[0]) for leaf in leaves[1:])
-        for leaves in zip(*content, strict=True)
+        yes or all(_same(leaf, leaves[0]) for leaf in leaves[1:])
+        for leaves, yes in zip(zip(*content, strict=True), _rows(batches), strict=True)
     )
 
 
-def _per_sample(leaves: Sequence[Any], batches: Sequence[Batch]) -> bool:
-    return all(
-        isinstance(t, Tensor) and t.ndim > 0 and len(t) == batch.size
-        for t, batch in zip(leaves, batches, strict=True)
-    )
+def _rows(batches: Sequence[Batch]) -> tuple[bool, ...]:
+    """Which leaves hold one row a sample in all of the batches."""
+    return tuple(map(all, zip(*[b.rows for b in batches], strict=True)))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -157,6 +191,8 @@ class Risk:
         self._steady = unpack is None and in_memory(self._items)
         self.watched = Watch(on=not self._steady)
         self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
+        self._counted: dict[int, str] = {}  # leaf -> the batch that showed a row for each sample
+        self._shared: set[int] = set()  # leaves that samples share
         self._start: RandomState | None = None
         self._passes = 0
 
@@ -167,6 +203,7 @@ class Risk:
         self._passes = 0
         measured = {id(p) for p in self.parameters.values()}
         beside = modules_in(getattr(self.loss, "call", self.loss))
+        self._note_switches()
         lent = partial(lend, self.model, measured, self.dtype, beside)
         try:
             with lent() as loan:
@@ -174,6 +211,21 @@ class Risk:
             loan.check_steady(lent, self._answers)
         finally:
             self._start.restore()
+
+    def _note_switches(self) -> None:
+        """Say which modules do more than set a flag when they are put into evaluation mode."""
+        own = [
+            name or type(module).__name__
+            for name, module in self.model.named_modules()
+            if module.training
+            and (type(module).train, type(module).eval) != (nn.Module.train, nn.Module.eval)
+        ]
+        note = (
+            f"in training mode, with a train() or eval() of their own, which was not called: "
+            f"{listed(own)}; call model.eval() first if they do more than set a flag"
+        )
+        if own and note not in self.notes:
+            self.notes.append(note)
 
     def _answers(self, samples: int | None) -> list[Tensor]:
         """Outputs, and a user's loss, on the first samples, or on all of the first batch."""
@@ -297,7 +349,28 @@ class Risk:
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
         targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
-        return Batch(inputs, targets, _size(inputs, targets, where), where)
+        size = _size(inputs, targets, where)
+        return Batch(inputs, targets, size, where, self._rows((inputs, targets), size, where))
+
+    def _rows(self, content: Any, size: int, where: str) -> tuple[bool, ...]:
+        """Which leaves hold one row a sample: those that are as long as every batch that is read.
+
+        One batch may have as many samples as something that they share has entries.
+        """
+        leaves = tree_leaves(content)
+        long = [has_rows(leaf, size) for leaf in leaves]
+        for k, (leaf, yes) in enumerate(zip(leaves, long, strict=True)):
+            if not yes and self._counted.get(k, where) != where:
+                raise DataError(
+                    f"Part {k} of a batch has one row for each sample in {self._counted[k]}, but "
+                    f"not in {where}, where it is {summary(leaf)} for {size} samples. If all "
+                    "samples share it, pass first a batch of another size, or hold it in the model."
+                )
+            if not yes:
+                self._shared.add(k)
+            elif size > 1 and k not in self._shared:
+                self._counted.setdefault(k, where)
+        return tuple(yes and k not in self._shared for k, yes in enumerate(long))
 
     def _split(self, item: Any, where: str) -> tuple[Any, Any]:
         try:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature import spectrum
-from saltflat.curvature.exact import NotCertified, Pass, Requests, TooManyDirections, fetched
+from saltflat.curvature.exact import Pass, Requests, TooManyDirections, fetched
 from saltflat.curvature.factors import NotAdditive, direction_count
 from saltflat.curvature.features import feature_scale
 from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.plan import GENERIC, UNUSED, Plan, Signature
+from saltflat.curvature.plan import GENERIC, UNUSED, NotCertified, Plan, Signature
 from saltflat.curvature.probes import estimate_form
 from saltflat.curvature.products import Curvature, Products
 from saltflat.curvature.proof import operation
@@ -112,17 +112,19 @@ class Blocks:
         """(λ, residual norm, unit eigenvector) of the blocks `names` together."""
         plan = start(self.risk, next(self.risk.batches()), self.settings)
         parameters = {name: self.risk.parameters[name] for name in names}
-        try:
-            return spectrum.largest(self.products(names, plan), parameters, tol, seed)
-        except NotAdditive:
-            give_up_on_samples(self.risk)
-            return spectrum.largest(self.products(names, plan), parameters, tol, seed)
+        while True:
+            try:
+                return spectrum.largest(self.products(names, plan), parameters, tol, seed)
+            except NotCertified as other:
+                plan = _weaker(plan, other.plan)
+            except NotAdditive:
+                give_up_on_samples(self.risk)
 
     def products(self, names: Sequence[str], plan: Plan) -> Products:
         # A double backward keeps about four times what a forward pass does.
         each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs.numel())
         chunk = max(1, self.settings.budget(self.risk.device) // each)
-        return Products(self.risk, names, self.curvature, chunk=chunk, coupled=plan.coupled)
+        return Products(self.risk, names, self.curvature, plan=plan, chunk=chunk)
 
     def _find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Found:
         names = list(self.risk.parameters)

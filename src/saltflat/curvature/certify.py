@@ -18,8 +18,8 @@ derivative of ⟨∂⟨r, o⟩/∂w, v⟩ in w must vanish. That speaks for the 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from saltflat.curvature.record import Recorder, Safe
 from saltflat.curvature.settings import Certify
 from saltflat.curvature.terms import Term, combine
 from saltflat.errors import ModelError, SaltflatError
-from saltflat.risk import Batch, Risk
+from saltflat.risk import Batch, Risk, alike, join
 from saltflat.session import full_precision
 
 
@@ -57,9 +57,9 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     if key in risk.plans:
         plan: Plan = risk.plans[key]
         return plan
-    few = batch.part(0, probe_size(batch.size))
+    few = batch.spread(probe_size(batch.size))
     try:
-        plan = halving(lambda size: probe(risk, few.part(0, size), certify), few.size)
+        plan = _probe_some(risk, batch, few.size, certify)
     except Exception as error:
         if few is batch or _final(error):
             raise
@@ -68,12 +68,16 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     size = few.size
     while plan.unseen and size < min(batch.size, _ENOUGH):
         size *= 4
-        plan = halving(
-            lambda most: probe(risk, batch.part(0, most), certify), min(size, batch.size)
-        )
+        plan = _probe_some(risk, batch, min(size, batch.size), certify)
     if not plan.unseen:
         risk.plans[key] = plan
     return plan
+
+
+def _probe_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
+    """Look at the model on some samples from all over a batch, fewer where memory runs out."""
+    plan = halving(lambda most: probe(risk, batch.spread(most), certify), size)
+    return replace(plan, places=tuple(batch.places(plan.samples)))
 
 
 _ENOUGH = 32  # samples to look through for one that moves every parameter
@@ -92,7 +96,11 @@ def probe_size(samples: int) -> int:
 
 
 def _shapes(batch: Batch) -> Hashable:
-    return batch.size > 1, tuple(
+    return batch.size > 1, _leaf_shapes(batch)
+
+
+def _leaf_shapes(batch: Batch) -> Hashable:
+    return tuple(
         (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
         for t in tree_leaves(batch.inputs)
     )
@@ -224,6 +232,37 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
         return False
 
 
+@final
+class Company:
+    """Asks of every chunk of a sweep whether its samples have the same outputs in other company.
+
+    The first samples of the data are put with the first and last ones of the chunk. (In one chunk
+    alone what samples do to each other shows in the graph.)
+    """
+
+    def __init__(self, risk: Risk) -> None:
+        self.risk = risk
+        self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
+
+    def is_indifferent(self, chunk: Batch, outputs: Tensor) -> bool:
+        key = _leaf_shapes(chunk)
+        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
+        rows = [outputs[:2].detach()] + [outputs[-2:].detach()] * (chunk.size > 3)
+        if key not in self._known:
+            self._known[key] = ends[0], rows[0].clone()
+            return True
+        guest, guest_rows = self._known[key]
+        if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
+            return True  # nothing to put together
+        try:
+            with torch.no_grad():
+                return _gives(self.risk, join([guest, *ends]), torch.cat([guest_rows, *rows]))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return True  # there is no room for company
+
+
 def close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
@@ -278,6 +317,7 @@ class _Probe:
             trail=proof.trail,
             channels_last=self.channels_last,
             seen=outputs.detach(),
+            places=tuple(range(n)),
             width=outputs.element_size(),
             outputs=outputs.shape[1:],
             activations=sum(use.shape.numel() for use in self.uses) // n,

@@ -8,9 +8,9 @@ make it give something else than the derivative of the outputs, and second deriv
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
-from saltflat.errors import ModelError
+from saltflat.errors import LossError, ModelError
+from saltflat.losses import scalar
 from saltflat.risk import Batch, Risk
 
 _NAMED = 5  # parameters that an error names
@@ -39,7 +40,7 @@ class _Comparison:
 
 
 _FINE = _Comparison((1e-6, 1e-5, 1e-4), 1e-3)
-_QUICK = _Comparison((1e-4,), 1e-3)
+_QUICK = _Comparison((2e-5,), 1e-3)  # a ReLU changes sides in one check of ten
 _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
 
@@ -116,6 +117,59 @@ def _some(tensor: Tensor) -> Tensor:
     if tensor.ndim == 0 or tensor.numel() <= _ENTRIES:
         return tensor
     return tensor[:: -(-tensor.numel() // _ENTRIES) | 1]  # an odd step: even and odd rows
+
+
+def check_slope(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: Batch) -> None:
+    """Refuse a user's loss whose gradient in the outputs is not its slope.
+
+    Asked where the outputs are and a little way off them, where no hinge has its kink. A loss that
+    does not take such outputs (probabilities above one, another precision) is not judged by them.
+    """
+    compared: list[tuple[float, float]] = []
+    for wide, how in ((outputs.double(), _FINE), (outputs, _COARSE)):
+        for shift in (0.0, 1e-3):
+            at = wide + shift * _noise(wide, 3)
+            try:
+                found = list(_slopes(call, at, batch.targets, how))
+            except (RuntimeError, ValueError):
+                continue
+            if any(how.same(said, slope, noise) for said, slope, noise in found):
+                return
+            compared += [(said, slope) for said, slope, _ in found if isfinite(slope)]
+        if compared:
+            break
+    if compared:
+        said, slope = compared[0]
+        raise LossError(
+            f"The gradient of the loss {name} is not its slope: on {batch.where}, along one "
+            f"direction of the outputs, it changes at the rate {slope:.4g} and autograd says "
+            f"{said:.4g}. Look for detach() and torch.no_grad() in it: autograd holds fixed what "
+            "in truth moves with the outputs (a focal weight, a pseudo-label). Let gradients "
+            "through, or compute that part beforehand and pass it among the targets."
+        )
+
+
+def _slopes(
+    call: Callable[..., Tensor], outputs: Tensor, targets: Any, how: _Comparison
+) -> Iterator[tuple[float, float, float]]:
+    """Autograd's slope, the loss's own and the rounding in it, for every step."""
+    at = outputs.clone().requires_grad_()
+    with torch.enable_grad():
+        value = scalar(call, at, targets)
+        (gradient,) = torch.autograd.grad(value, at)
+    size = max(float(torch.linalg.vector_norm(outputs)), 1e-2 * outputs.numel() ** 0.5)
+    noise = _noise(outputs, 5)
+    direction = sum(
+        v * (size / length)
+        for v in (gradient, 0.5 * noise)
+        if (length := float(torch.linalg.vector_norm(v))) > 0
+    )
+    said = float((gradient * direction).sum(dtype=torch.float64))
+    rounding = 64 * torch.finfo(outputs.dtype).eps * abs(float(value.detach()))
+    for step in how.steps:
+        with torch.no_grad():
+            ends = [float(scalar(call, outputs + s * direction, targets)) for s in (step, -step)]
+        yield said, (ends[0] - ends[1]) / (2 * step), rounding / step
 
 
 def check_unreached(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> None:
@@ -253,7 +307,7 @@ def _widened(risk: Risk, batch: Batch) -> tuple[Risk, Batch]:
     replica.model = call  # type: ignore[assignment]
     replica.device, replica.dtype = device, torch.float64
     replica.parameters = {name: state[name] for name in risk.parameters}  # type: ignore[misc]
-    return replica, Batch(tree_map(wide, batch.inputs), batch.targets, batch.size, batch.where)
+    return replica, replace(batch, inputs=tree_map(wide, batch.inputs))
 
 
 def _move(risk: Risk) -> None:

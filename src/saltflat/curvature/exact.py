@@ -7,6 +7,7 @@ and of directions bound the memory; their sums do not depend on where the cuts f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -15,13 +16,21 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.certify import close, coupled, fast_rules, plan_for, probe, proof_of
+from saltflat.curvature.certify import (
+    Company,
+    close,
+    coupled,
+    fast_rules,
+    plan_for,
+    probe,
+    proof_of,
+)
 from saltflat.curvature.directions import backward, live_uses, sample_dim
 from saltflat.curvature.factors import Additivity, Factor, direction_count, factor
 from saltflat.curvature.generic import PerSample
 from saltflat.curvature.layers import Rows, Use
 from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.plan import GENERIC, Plan, channels_last
+from saltflat.curvature.plan import GENERIC, NotCertified, Plan, channels_last
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, FISHER, Kind, reduce, shape
@@ -40,14 +49,6 @@ from saltflat.risk import Batch, Risk
 
 Requests = Mapping[str, frozenset[Kind]]  # parameter -> what is wanted of it
 Directions = tuple[frozenset[Kind], Tensor, Tensor | None]  # what for, columns, their signs
-
-
-class NotCertified(Exception):
-    """A chunk showed that some parameters are not what the first samples said."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
 
 
 class TooManyDirections(Exception):
@@ -83,6 +84,7 @@ class Pass:
         self.sums: dict[tuple[Kind, str], Tensor] = {}
         self._pending: dict[tuple[Kind, str], Tensor] = {}  # of this chunk, until it is done
         self._additivity = Additivity(risk.loss) if isinstance(risk.loss, CustomLoss) else None
+        self._company = Company(risk)
         self._generic: PerSample | None = None
         self._size: int | None = None  # samples a chunk, once memory has run out
 
@@ -173,6 +175,8 @@ class Pass:
         if index == 0 and first == 0:
             self._insist_on_outputs(plan, outputs)
         plan = self._plan(plan, chunk, outputs, recorder.uses)
+        if not self._company.is_indifferent(chunk, outputs):
+            raise NotCertified(replace(plan, coupled=True))
         normaliser = self.loss.normaliser(outputs, chunk.targets)
         if self._additivity is not None:
             self._additivity.check(outputs, chunk)
@@ -207,9 +211,10 @@ class Pass:
             yield CURVATURE, columns, sign
 
     def _insist_on_outputs(self, plan: Plan, outputs: Tensor) -> None:
-        """The first samples have the outputs that they had without the rest of their chunk."""
-        few = min(len(plan.seen), len(outputs))
-        if plan.seen.shape[1:] == outputs.shape[1:] and not close(outputs[:few], plan.seen[:few]):
+        """The probed samples have the outputs that they had without the rest of their chunk."""
+        here = [k for k in plan.places if k < len(outputs)]
+        known = plan.seen[: len(here)]
+        if plan.seen.shape[1:] == outputs.shape[1:] and not close(outputs[here], known):
             raise NotCertified(replace(plan, coupled=True))
 
     def _plan(self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use]) -> Plan:
@@ -217,7 +222,7 @@ class Pass:
         proof = proof_of(self.risk, chunk, outputs)
         if not plan.serves(uses, chunk.size) or proof.reached - plan.reached:
             plan = probe(self.risk, chunk, self.settings.certify)
-        elif self.draw is None:
+        else:
             plan = self._checked(plan, chunk, outputs, uses, proof)
         known = replace(plan, curved={**proof.curved, **plan.curved})
         if plan.coupled or (
@@ -231,17 +236,22 @@ class Pass:
     ) -> Plan:
         """The rules compared with autograd again, where this chunk could tell otherwise.
 
-        That is where its graph is not the one in which they were compared, or where an operation
-        may move rows from sample to sample.
+        That is where its graph is not the one in which they were compared, where an operation may
+        move rows from sample to sample, or where one takes a parameter and was not recorded.
         """
         live = live_uses(uses, plan, frozenset(self.requests))
-        kept = all(sample_dim(u, plan) == 0 and proof.keeps_rows(u.edge.node) for u in live)
+        alone = chunk.size == 1  # no rows to move
+        kept = alone or all(
+            sample_dim(u, plan) == 0 and proof.keeps_rows(u.edge.node) for u in live
+        )
         written = any(plan.rules[name] == GENERIC for name in self.requests)
-        if chunk.size == 1 or (kept and proof.trail == plan.trail and not written):
+        same = proof.trail == plan.trail and self._all_recorded(plan, live, proof)
+        if kept and same and (alone or not written):
             return plan
         found = fast_rules(outputs, uses, self.risk.parameters, seed=20_210_619)
-        lost = {n for n, dim in plan.dims.items() if found.dims.get(n, dim) != dim}
-        lost |= {n for n in plan.dims if n not in found.dims and n not in found.unseen}
+        lost = {n for n in plan.dims if n not in found.dims and n not in found.unseen}
+        if not alone:
+            lost |= {n for n, dim in plan.dims.items() if found.dims.get(n, dim) != dim}
         if (lost or written) and coupled(self.risk, chunk, outputs):
             return replace(plan, coupled=True)
         return replace(
@@ -249,6 +259,12 @@ class Pass:
             dims={n: dim for n, dim in plan.dims.items() if n not in lost},
             rules={n: GENERIC if n in lost else rule for n, rule in plan.rules.items()},
         )
+
+    def _all_recorded(self, plan: Plan, live: Sequence[Use], proof: Proof) -> bool:
+        """Whether the recorded operations are all that take the parameters of fast rules."""
+        reached = (use for use in live if proof.holds(use.edge.node))
+        calls = Counter(name for use in reached for name in use.names.values())
+        return all(calls[n] == proof.edges.get(n, 0) for n in self.requests if n in plan.dims)
 
     def _columns(
         self, sides: Factor, outputs: Tensor, index: int, first: int, plan: Plan
@@ -319,7 +335,7 @@ class Pass:
         if not names:
             return
         if self._generic is None or set(self._generic.parameters) != set(names):
-            self._generic = PerSample(self.risk, names, chunk.part(0, 2))
+            self._generic = PerSample(self.risk, names)
         for rows, gradients in self._generic.gradients(chunk, columns):
             part = None if sign is None else sign[:, rows]
             for name, gradient in gradients.items():

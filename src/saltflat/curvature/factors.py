@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, final
@@ -246,11 +247,8 @@ def output_hessian(loss: Loss, outputs: Tensor, batch: Batch, dtype: torch.dtype
 
     The samples do not interact, so one product gives one column of every sample's Hessian.
     """
-    wide = outputs.to(dtype)
-    targets = tree_map(
-        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
-        batch.targets,
-    )
+    cast = _cast(batch.answered(outputs), dtype)
+    wide, targets = cast.inputs, cast.targets
     size = outputs[0].numel()
     columns = []
     for k in range(size):
@@ -260,6 +258,17 @@ def output_hessian(loss: Loss, outputs: Tensor, batch: Batch, dtype: torch.dtype
         columns.append(product.reshape(len(wide), -1))
     hessian = torch.stack(columns, -1)
     return (hessian + hessian.mT) / 2
+
+
+def _cast(samples: Batch, dtype: torch.dtype) -> Batch:
+    """Outputs and targets in another precision; classes stay what they are."""
+
+    def to(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    inputs, targets = tree_map(to, (samples.inputs, samples.targets))
+    return replace(samples, inputs=inputs, targets=targets)
 
 
 class NotAdditive(Exception):
@@ -283,7 +292,7 @@ def classify(
     mixed = torch.lerp(outputs.detach(), outputs.detach().roll(1, 0), 0.1)
     for mean in (True, False):
         candidate = CustomLoss(call, mean, measured, missing)
-        if _adds_up(candidate, Batch(mixed, batch.targets, batch.size, batch.where)):
+        if _adds_up(candidate, batch.answered(mixed)):
             return candidate
     return JointLoss(call, measured, missing)
 
@@ -401,7 +410,7 @@ class Additivity:
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Look at one chunk."""
-        here = Batch(outputs.detach(), batch.targets, batch.size, batch.where)
+        here = batch.answered(outputs.detach())
         value, again = (self.loss.value(here.inputs, here.targets) for _ in range(2))
         if not torch.isfinite(value):
             raise DataError(f"The loss {self.loss.name} is not finite on {batch.where}.")
@@ -427,16 +436,34 @@ _GALLERY = 1 << 24
 
 def _adds_up(loss: CustomLoss, samples: Batch) -> bool:
     """Whether the whole is the sum of its parts: the first, the last, and the rest in halves."""
-    n, outputs = samples.size, samples.inputs
-    with torch.no_grad():
-        whole = float(loss.total(outputs, samples.targets))
-        parts = [
-            float(loss.total(outputs[a:b], samples.part(a, b).targets))
-            for a, b in pairwise(sorted({0, 1, n // 2, n - 1, n} - {-1}))
-        ]
-    tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-4
-    scale = max(abs(whole), sum(map(abs, parts)), 1e-300)
-    return abs(whole - sum(parts)) <= tolerance * scale
+    try:
+        return _sums_up(loss, _cast(samples, torch.float64))
+    except RuntimeError:  # the loss holds tensors of another dtype
+        return _sums_up(loss, samples)
+
+
+def _sums_up(loss: CustomLoss, samples: Batch) -> bool:
+    n = samples.size
+    whole, slope = _with_slope(loss, samples)
+    cuts = pairwise(sorted({0, 1, n // 2, n - 1, n} - {-1}))
+    values, slopes = zip(*[_with_slope(loss, samples.part(a, b)) for a, b in cuts], strict=True)
+    tolerance = 1e-9 if samples.inputs.dtype == torch.float64 else 1e-4
+    scale = max(abs(whole), sum(map(abs, values)), 1e-300)
+    # A term that is small beside another's value moves outputs of its own.
+    error, size = (torch.cat(slopes) - slope).abs().amax(0), slope.abs().amax(0)
+    right = error <= tolerance * (size + 1e-6 * size.max())
+    return abs(whole - sum(values)) <= tolerance * scale and bool(right.all())
+
+
+def _with_slope(loss: CustomLoss, samples: Batch) -> tuple[float, Tensor]:
+    """The loss summed over samples, and its gradient in their outputs."""
+    o = samples.inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss.total(o, samples.targets)
+    if not value.requires_grad:
+        return float(value.detach()), torch.zeros_like(o)
+    (slope,) = torch.autograd.grad(value, o, allow_unused=True)
+    return float(value.detach()), torch.zeros_like(o) if slope is None else slope
 
 
 def _apart(loss: CustomLoss, samples: Batch) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
@@ -25,11 +25,11 @@ _ENTRIES = 1 << 24  # of the gradients that are held at a time
 class PerSample:
     """Gradients of the parameters `names`, for every sample and direction."""
 
-    def __init__(self, risk: Risk, names: list[str], few: Batch) -> None:
+    def __init__(self, risk: Risk, names: list[str]) -> None:
         self.risk = risk
         self.parameters = {name: risk.parameters[name] for name in names}
         self.entries = sum(p.numel() for p in self.parameters.values())
-        self.together = self._agrees(few)
+        self.together = True
 
     def gradients(self, batch: Batch, columns: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Blocks of samples with their gradients, each (D, samples, *shape)."""
@@ -38,21 +38,31 @@ class PerSample:
             size = max(1, _ENTRIES // max(1, self.entries * len(columns))) if self.together else 1
             part = batch.part(start, start + size)
             rows = slice(start, start + part.size)
-            try:
-                compute = self._together if self.together else self._alone
-                found = compute(part, columns[:, rows])
-            except RuntimeError as error:
-                if not self.together or out_of_memory(error):
-                    raise
-                self.together = False  # these samples it does not take
-                continue
+            found = self._checked(part, columns[:, rows]) if self.together else None
+            if found is None:
+                self.together = False
+                part = batch.part(start, start + 1)
+                rows = slice(start, start + 1)
+                found = self._alone(part, columns[:, rows])
             yield rows, found
             start += part.size
 
+    def _checked(self, batch: Batch, columns: Tensor) -> dict[str, Tensor] | None:
+        """The samples taken together, if these can be and that is right."""
+        try:
+            found = self._together(batch, columns)
+        except Exception as error:  # vmap refuses in many ways
+            if isinstance(error, RuntimeError) and out_of_memory(error):
+                raise
+            return None
+        return found if self._agrees(batch, columns, found) else None
+
     def _together(self, batch: Batch, columns: Tensor) -> dict[str, Tensor]:
-        flags = tree_map(lambda t: _per_sample(t, batch.size), batch.inputs)
-        inputs = tree_map(lambda t, yes: t.unsqueeze(1) if yes else t, batch.inputs, flags)
-        dims = tree_map(lambda yes: 0 if yes else None, flags)
+        leaves, structure = tree_flatten(batch.inputs)
+        rows = batch.rows[: len(leaves)]
+        each = [t.unsqueeze(1) if yes else t for t, yes in zip(leaves, rows, strict=True)]
+        inputs = tree_unflatten(each, structure)
+        dims = tree_unflatten([0 if yes else None for yes in rows], structure)
         fixed = {n: p.detach() for n, p in self.parameters.items()}
 
         def one(x: Any, cotangents: Tensor) -> dict[str, Tensor]:
@@ -87,24 +97,21 @@ class PerSample:
             found[name] = torch.stack([_dense(g) for g in dense]).unsqueeze(1).detach()
         return found
 
-    def _agrees(self, few: Batch) -> bool:
-        """Whether vmap gives, sample by sample, what autograd gives."""
+    def _agrees(self, batch: Batch, columns: Tensor, found: dict[str, Tensor]) -> bool:
+        """Whether what vmap gave adds up to autograd's own gradient of the whole batch."""
         generator = torch.Generator().manual_seed(0)
-        outputs = self.risk.forward(few)
-        column = torch.randn((1, *outputs.shape), generator=generator).to(outputs)
-        try:
-            found = self._together(few, column)
-        except Exception:  # vmap refuses in many ways; going sample by sample needs none of it
-            return False
-        tolerance = 1e-9 if outputs.dtype == torch.float64 else 1e-3
-        for i in range(few.size):
-            truth = self._alone(few.part(i, i + 1), column[:, i : i + 1])
-            for name, gradient in truth.items():
-                if not gradient.numel():
-                    continue
-                error = (found[name][:, i : i + 1] - gradient).abs().max()
-                if not error <= tolerance * gradient.abs().max():
-                    return False
+        shares = torch.randn(columns.shape[:2], generator=generator).to(columns)
+        weighted = shares.reshape(*shares.shape, *[1] * (columns.ndim - 2)) * columns
+        truth = self._alone(batch, weighted.sum(0, keepdim=True))
+        tolerance = 1e-9 if columns.dtype == torch.float64 else 1e-3
+        for name, gradient in truth.items():
+            if not gradient.numel():
+                continue
+            each = found[name].to(columns).reshape(*shares.shape, -1)
+            error = torch.einsum("ds,dse->e", shares, each) - gradient.flatten()
+            size = torch.einsum("ds,dse->e", shares.abs(), each.abs())
+            if not error.abs().max() <= tolerance * max(size.max(), gradient.abs().max()):
+                return False
         return True
 
 
@@ -122,10 +129,6 @@ class _Forward(torch.nn.Module):
 
 def _prefixed(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{name}": p for name, p in parameters.items()}
-
-
-def _per_sample(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
 
 
 def _dense(gradient: Tensor) -> Tensor:

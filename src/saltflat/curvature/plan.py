@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Plan:
     trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
     channels_last: bool
     seen: Tensor  # outputs of the probed samples
+    places: tuple[int, ...]  # where in their batch these are
     width: int  # bytes of an output entry
     outputs: torch.Size  # a sample's
     activations: int  # output entries of the recorded operations, a sample
@@ -59,6 +60,14 @@ class Plan:
         )
 
 
+class NotCertified(Exception):
+    """A chunk showed that the model is not what the first samples said."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
 def fits(use: Use, rows: Rows) -> bool:
     """Whether a use's input and output can have the samples where `rows` says."""
     both = rows.fits(use.shape) and rows.fits((*use.input.shape, 1))
@@ -76,7 +85,7 @@ def channels_last(batch: Batch) -> Batch:
         image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()
         return leaf.contiguous(memory_format=torch.channels_last) if image else leaf
 
-    return Batch(tree_map(lay, batch.inputs), batch.targets, batch.size, batch.where)
+    return replace(batch, inputs=tree_map(lay, batch.inputs))
 
 
 def patch_entries(use: Use) -> int:

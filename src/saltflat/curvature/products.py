@@ -8,11 +8,13 @@ contributes Jᵀ(B J v) + ∇²⟨r, o⟩ v with r = ∂L/∂o: memory still gro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
+from saltflat.curvature.certify import Company
 from saltflat.curvature.factors import (
     Additivity,
     check_derivatives,
@@ -21,6 +23,7 @@ from saltflat.curvature.factors import (
     output_product,
 )
 from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.plan import NotCertified, Plan
 from saltflat.curvature.record import Safe
 from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
@@ -40,15 +43,16 @@ class Products:
         names: Sequence[str],
         curvature: Curvature,
         *,
+        plan: Plan,
         chunk: int,
-        coupled: bool = False,
     ) -> None:
-        self.risk, self.curvature, self.coupled = risk, curvature, coupled
+        self.risk, self.curvature, self.plan = risk, curvature, plan
         self.parameters = {name: risk.parameters[name] for name in names}
         self.chunk = chunk
         # A user's loss is checked on the first pass over the data.
         self._unchecked = isinstance(risk.loss, CustomLoss)
         self._calls = 0
+        self._company = Company(risk)
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
@@ -73,7 +77,7 @@ class Products:
         try:
             return self._product(v)
         except RuntimeError as error:
-            if not out_of_memory(error) or self.chunk == 1 or self.coupled:
+            if not out_of_memory(error) or self.chunk == 1 or self.plan.coupled:
                 raise
         return None
 
@@ -113,7 +117,7 @@ class Products:
             o = self._forward(batch)
             outputs.append(o.detach())
             tangents.append(self._forward_product(o, v))
-            batches.append(Batch(o.detach(), batch.targets, batch.size, batch.where))
+            batches.append(batch.answered(o.detach()))
         everything = join(batches)
         outputs_seen = torch.cat(outputs)
         o = outputs_seen.clone().requires_grad_()
@@ -138,7 +142,7 @@ class Products:
         return sums
 
     def _chunks(self) -> Iterator[Batch]:
-        if self.coupled:
+        if self.plan.coupled:
             yield join(list(self.risk.batches()))
             return
         for batch in self.risk.batches():
@@ -151,6 +155,8 @@ class Products:
         self.risk.check(outputs, batch)
         if self._calls == 0:  # later products have the same graphs
             insist_on_derivatives(outputs, self.parameters.values())
+            if not self.plan.coupled and not self._company.is_indifferent(batch, outputs):
+                raise NotCertified(replace(self.plan, coupled=True))
         return outputs
 
     def _zeros(self) -> list[Tensor]:

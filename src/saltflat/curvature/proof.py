@@ -15,6 +15,7 @@ later operation moves or mixes rows, which is proved from the outputs down, oper
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from saltflat.errors import InvalidType
 
+Visit = tuple[Any, str, Sequence[tuple[Any, int]]]  # a node, its name, its children
 Pairs = tuple[tuple[int, int], ...]  # operands between which a node has second derivatives
 
 # Torch's own nodes; a user's functions carry no number.
@@ -201,10 +204,15 @@ class Proof:
     given: Mapping[str, str]  # of the others, those that rely on a declaration -> of what
     opaque: frozenset[str]  # operations of the graph that no list holds
     trail: tuple[str, ...]  # the operations in the order of the walk, but for mere layout
-    _kept: frozenset[Any]  # nodes above which no operation moves rows
+    edges: Mapping[str, int]  # parameter -> how many operations take it
+    _kept: Mapping[Any, bool]  # every node -> whether no operation above it moves rows
 
     def keeps_rows(self, node: Any) -> bool:
         """Whether row block i of a node's output reaches the output of sample i alone."""
+        return self._kept.get(node, False)
+
+    def holds(self, node: Any) -> bool:
+        """Whether the outputs come by this node."""
         return node in self._kept
 
 
@@ -245,8 +253,17 @@ def prove(
         _blamed(given, parameters),
         frozenset(n for n in curved if _known(n) is None),
         tuple(trail),
+        _edges(order, parameters),
         _kept_rows(order, len(outputs) if outputs.ndim else 1),
     )
+
+
+def _edges(order: Sequence[Visit], parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """parameter -> how many edges of the graph end there."""
+    ends = Counter(child for _, _, children in order for child, _ in children)
+    names = {id(p): name for name, p in parameters.items()}
+    leaves = ((node, names.get(id(getattr(node, "variable", None)))) for node in ends)
+    return {name: ends[node] for node, name in leaves if name is not None}
 
 
 def _bent(pairs: Pairs | None, below: Sequence[int], every: int) -> int:
@@ -319,8 +336,8 @@ def _blamed(found: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, str
     return blamed
 
 
-def _leaves_first(root: Any) -> Iterator[tuple[Any, str, Sequence[tuple[Any, int]]]]:
-    """(node, name, children) of all nodes below a root, children before parents."""
+def _leaves_first(root: Any) -> Iterator[Visit]:
+    """All nodes below a root, children before parents."""
     seen: set[Any] = set()
     stack: list[tuple[Any, Any]] = [(root, None)]
     while stack:
@@ -376,10 +393,8 @@ _ALONG = {
 # fmt: on
 
 
-def _kept_rows(
-    order: Sequence[tuple[Any, str, Sequence[tuple[Any, int]]]], samples: int
-) -> frozenset[Any]:
-    """The nodes whose row block i reaches only the output of sample i.
+def _kept_rows(order: Sequence[Visit], samples: int) -> dict[Any, bool]:
+    """For every node, whether row block i reaches only the output of sample i.
 
     From the outputs down: an operand keeps its rows if all that it goes into do, and take from it
     no row but their own.
@@ -395,7 +410,7 @@ def _kept_rows(
                 kept[child] = _local(node, name, position, *shapes, samples)
             else:
                 kept[child] = kept[node]
-    return frozenset(node for node, yes in kept.items() if yes)
+    return kept
 
 
 def _shape(node: Any, output: int, known: dict[Any, Sequence[int]]) -> Sequence[int]:
@@ -476,8 +491,22 @@ class InPlace(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        first = args[0] if args else None
-        if op._schema.is_mutable and isinstance(first, Tensor) and first.dtype in _CONTINUOUS:
+        kwargs = kwargs or {}
+        if op._schema.is_mutable and any(_continuous(t) for t in _written(op, args, kwargs)):
             plain = op._schema.name.split("::")[-1].strip("_")
             self.seen.add("".join(part[:1].upper() + part[1:] for part in plain.split("_")))
-        return op(*args, **(kwargs or {}))
+        return op(*args, **kwargs)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operation writes to: its own arguments, or lists of tensors among them."""
+    places = [
+        args[k] if k < len(args) else kwargs.get(argument.name)
+        for k, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tree_leaves(places)
+
+
+def _continuous(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _CONTINUOUS

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature.certify import plan_for
+from saltflat.curvature.derivative import check_slope
 from saltflat.curvature.factors import classify, repeats
 from saltflat.curvature.memory import halving
 from saltflat.curvature.plan import Plan
@@ -62,6 +63,7 @@ def _look_at_loss(risk: Risk, outputs: Tensor, few: Batch) -> None:
             f"The loss {name} does not depend on the outputs by operations that autograd follows, "
             f"on {few.where}: it has no derivative to measure. Look for argmax, item() or numpy."
         )
+    check_slope(call, name, outputs.detach(), few)
     if own := own_parameters(call, value, at):
         risk.notes.append(
             f"the loss {name} has parameters of its own, held fixed and not measured: {listed(own)}"

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.certify import Company
 from saltflat.curvature.memory import out_of_memory
 from saltflat.curvature.record import Safe
 from saltflat.curvature.settings import Settings
@@ -99,6 +100,10 @@ class Surface(ABC):
                 total += part
 
 
+class _InCompany(Exception):
+    """The outputs of a sample depend on the other samples of its batch."""
+
+
 @final
 class Landscape(Surface):
     """The risk itself: evaluation mode, the global normaliser, whatever the batches are."""
@@ -110,6 +115,7 @@ class Landscape(Surface):
         settings = Settings(memory_budget=memory_budget)
         plan = start(risk, next(risk.batches()), settings)
         self.coupled = plan.coupled
+        self._company = Company(risk)
         # A gradient keeps about twice what a forward pass does.
         each = plan.width * 8 * (plan.inputs + plan.activations + plan.outputs.numel())
         self.chunk = max(1, settings.budget(risk.device) // each)
@@ -129,10 +135,19 @@ class Landscape(Surface):
         while True:
             try:
                 return attempt()
+            except _InCompany:
+                self.coupled = True
+                continue
             except RuntimeError as error:
                 if not out_of_memory(error) or self.chunk == 1 or self.coupled:
                     raise
             self.chunk //= 2
+
+    def _forward(self, batch: Batch) -> Tensor:
+        outputs = super()._forward(batch)
+        if not (self._checked or self.coupled or self._company.is_indifferent(batch, outputs)):
+            raise _InCompany
+        return outputs
 
     def _over_chunks(self, sums: Gradient | None) -> float:
         loss = self.risk.loss
@@ -161,7 +176,7 @@ class Landscape(Surface):
         with torch.no_grad():
             for batch in self._chunks():
                 outputs = self._forward(batch)
-                seen.append(Batch(outputs, batch.targets, batch.size, batch.where))
+                seen.append(batch.answered(outputs))
         everything = join(seen)
         if sums is None:
             return scalar(call, everything.inputs, everything.targets).item()

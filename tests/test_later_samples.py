@@ -1,0 +1,216 @@
+"""What the samples that are looked at first do not show, and the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agree import agrees
+from dense import Dense
+from torch import Tensor, nn
+
+import saltflat as sf
+from saltflat.risk import Batch
+
+N = 64
+Y = torch.arange(N) % 3
+QUIET = [n for n in range(N) if n % 8 == 0]  # the samples that are looked at first
+
+
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(N, *shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+class TwoWays(nn.Module):
+    """One weight for two inputs; only `Linear` is an operation with a fast rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(5, 6, bias=False), nn.Linear(6, 3)
+        self.alias = [self.body.weight]
+        self.double()
+
+    def other(self, b: Tensor) -> Tensor:
+        return torch.einsum("ni,oi->no", b, self.body.weight)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(F.relu(self.body(a) + self.other(b)))
+
+
+class Aliased(TwoWays):
+    """Both ways go sample by sample, and `functional_call` does not know of the second."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        one = torch.einsum("ni,oi->no", a, self.body.weight)
+        return self.head(F.relu(one + torch.einsum("ni,oi->no", b, self.alias[0])))
+
+
+class Branching(TwoWays):
+    """The second way is there for some samples, one by one."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.body(a)
+        return self.head(F.relu(h + self.other(b) if bool(b.any()) else h))
+
+
+def cut(data: Any, size: int) -> list[Any]:
+    (a, b), y = data
+    return [((a[i : i + size], b[i : i + size]), y[i : i + size]) for i in range(0, N, size)]
+
+
+def missing() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The second input is zero for the samples that are looked at first, wherever they are."""
+    a, b = inputs(5), inputs(5, seed=1)
+    b[:8] = b[QUIET] = 0
+    return (a, b), Y
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "one batch": lambda data: data,
+    "batches": lambda data: cut(data, 16),
+    "batches of one": lambda data: cut(data, 1),
+}
+
+
+@pytest.mark.parametrize("form", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("kind", [TwoWays, Aliased, Branching])
+def test_uses_that_add_nothing_at_first(kind: type[TwoWays], form: Callable[[Any], Any]) -> None:
+    model, (x, y) = kind(), missing()
+    oracle = Dense(model, x, y)
+    blocks = oracle.blocks(oracle.hessian)
+    for call in (sf.trace, sf.diagonal):
+        result = call(model, form((x, y)))
+        assert result.exact
+        agrees(result, blocks)
+    ggn = sf.trace(model, form((x, y)), curvature="ggn")
+    agrees(ggn, oracle.blocks(oracle.ggn))
+
+
+def test_sketches_look_too() -> None:
+    model, (x, y) = TwoWays(), missing()
+    with pytest.warns(UserWarning, match="sketched"):
+        result = sf.trace(
+            model, (x, y), curvature="ggn", max_directions=1, estimator=sf.Hutchinson(60)
+        )
+    oracle = Dense(model, x, y)
+    agrees(result, oracle.blocks(oracle.ggn), sigmas=5)
+
+
+# company
+
+
+class Longest(nn.Module):
+    """Divides by the length of the longest sequence in the batch."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.act, self.body, self.head = act, nn.Linear(4, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = x[:, 0, 0]
+        keep = (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+        h = (self.act(self.body(x)) * keep)[:, : int(lengths.max())]
+        return self.head(h.mean(1))
+
+
+def sequences() -> Tensor:
+    x = inputs(10, 4)
+    x[:16, 0, 0] = 10
+    x[16:, 0, 0] = 3.0 + torch.arange(N - 16) % 4
+    return x
+
+
+@pytest.mark.parametrize("act", [torch.relu, torch.tanh])
+@pytest.mark.parametrize("small", [False, True])
+def test_one_batch_holds_all_samples(act: Callable[[Tensor], Tensor], small: bool) -> None:
+    model, x = Longest(act), sequences()
+    data = (x, Y) if small else [(x[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]
+    options = {"memory_budget": 20_000} if small else {}
+    oracle = Dense(model, x, Y)
+    result = sf.trace(model, data, estimator=sf.Hutchinson(100), **options)
+    agrees(result, oracle.blocks(oracle.hessian))
+    assert "other samples" in result.details["body.weight"].reason
+    found = sf.max_eigenvalue(model, data, **options)
+    assert found.value == pytest.approx(float(torch.linalg.eigvalsh(oracle.hessian)[-1]))
+
+
+def test_losses_around_the_minimum_know_it_too() -> None:
+    model, x = Longest(torch.relu), sequences()
+    batches = [(x[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]
+    one, many = (sf.measure(model, d, measures=["sam_sharpness"]) for d in ((x, Y), batches))
+    assert many["sam_sharpness"].value == pytest.approx(one["sam_sharpness"].value)
+
+
+def test_company_that_does_nothing() -> None:
+    """The negative control: samples that keep to themselves stay with the fast rules."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    x = inputs(4)
+    result = sf.trace(model, [(x[i : i + 9], Y[i : i + 9]) for i in range(0, N, 9)])
+    assert {d.rule for d in result.details.values()} == {"linear"}
+
+
+# what samples share
+
+
+class Scaled(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.act, self.body, self.head = act, nn.Linear(7, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.head(self.act(self.body(x * scale)))
+
+
+def scaled(sizes: list[int]) -> tuple[Tensor, Tensor, Iterator[Any]]:
+    x, scale = inputs(7)[: sum(sizes)], torch.linspace(0.1, 3, 7).double()
+    rows = zip(x.split(sizes), Y[: sum(sizes)].split(sizes), strict=True)
+    return x, scale, (((part, scale), y) for part, y in rows)
+
+
+@pytest.mark.parametrize("act", [torch.relu, torch.tanh])
+def test_a_batch_as_long_as_what_its_samples_share(act: Callable[[Tensor], Tensor]) -> None:
+    model, (x, scale, batches) = Scaled(act), scaled([9, 9, 7])
+    data = list(batches)
+    oracle = Dense(model, (x, scale), Y[:25])
+    blocks = oracle.blocks(oracle.hessian)
+    for options in ({}, {"memory_budget": 1}):
+        agrees(sf.trace(model, data, estimator=sf.Hutchinson(100), **options), blocks)
+
+
+def test_a_first_batch_of_that_length_is_refused() -> None:
+    data = list(scaled([7, 9])[2])
+    with pytest.raises(sf.DataError, match="one row for each sample in batch 0, but"):
+        sf.trace(Scaled(torch.relu), data)
+
+
+def test_parts_of_parts_keep_what_is_shared() -> None:
+    batch = Batch((torch.zeros(9, 3), torch.arange(4)), torch.zeros(9), 9, "here")
+    part = batch.spread(4)
+    assert part.places(2) == [0, 2]
+    assert part.part(0, 1).inputs[1].tolist() == [0, 1, 2, 3]
+    assert [len(t) for t in part.part(1, 4).leaves()] == [3, 4, 3]
+
+
+# derivatives
+
+
+class Detached(TwoWays):
+    def other(self, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            return F.linear(b, self.body.weight)
+
+
+def test_detached_branches_that_are_off_for_the_first_samples() -> None:
+    a, b = inputs(5), inputs(5, seed=1)
+    b[:8] = 0
+    with pytest.raises(sf.ModelError, match="not the derivative of its forward pass"):
+        sf.trace(Detached(), ((a, b), Y))
