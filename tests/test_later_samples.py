@@ -195,9 +195,73 @@ def test_a_first_batch_of_that_length_is_refused() -> None:
 def test_parts_of_parts_keep_what_is_shared() -> None:
     batch = Batch((torch.zeros(9, 3), torch.arange(4)), torch.zeros(9), 9, "here")
     part = batch.spread(4)
-    assert part.places(2) == [0, 2]
+    assert batch.places(4) == [0, 3, 4, 7]
     assert part.part(0, 1).inputs[1].tolist() == [0, 1, 2, 3]
     assert [len(t) for t in part.part(1, 4).leaves()] == [3, 4, 3]
+
+
+class Worded(nn.Module):
+    """Takes lengths as a list of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        h = F.relu(self.body(x))
+        return self.head(torch.stack([row[:k].mean(0) for row, k in zip(h, lengths, strict=True)]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_with_an_entry_a_sample_are_cut_with_them(kind: type) -> None:
+    x, model = inputs(10, 4), Worded()
+    lengths = [10] * 16 + [3 + k % 4 for k in range(N - 16)]
+    oracle = Dense(model, (x, lengths), Y)
+    blocks = oracle.blocks(oracle.hessian)
+    cut = [((x[i : i + 9], kind(lengths[i : i + 9])), Y[i : i + 9]) for i in range(0, N, 9)]
+    for data, budget in ((((x, kind(lengths)), Y), 30_000), (cut, None)):
+        result = sf.trace(model, [data] if budget else data, memory_budget=budget)
+        assert result.details["body.weight"].rule == "linear"
+        agrees(result, blocks)
+
+
+class Recycling:
+    """Yields every batch in the same memory."""
+
+    def __init__(self, x: Tensor, size: int) -> None:
+        self.x, self.size = x, size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        inputs, targets = self.x[: self.size].clone(), Y[: self.size].clone()
+        for i in range(0, N, self.size):
+            inputs.copy_(self.x[i : i + self.size])
+            targets.copy_(Y[i : i + self.size])
+            yield inputs, targets
+
+
+def weighted(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y, weight=torch.tensor([1.0, 2.0, 5.0]).double())
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("loss", ["cross_entropy", weighted])
+def test_loaders_that_write_to_the_same_memory(loss: Any, size: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double(), inputs(4)
+    oracle = Dense(model, x, Y, loss)
+    result = sf.trace(model, Recycling(x, size), loss, estimator=sf.Hutchinson(100))
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
+def test_what_a_monitor_keeps_is_its_own() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double(), inputs(4)
+    monitor = sf.Monitor(model, (x, Y), measures=["hessian_trace"])
+    before = monitor.measure().values
+    x.mul_(3)
+    assert monitor.measure().values == before
 
 
 # derivatives
@@ -209,8 +273,44 @@ class Detached(TwoWays):
             return F.linear(b, self.body.weight)
 
 
-def test_detached_branches_that_are_off_for_the_first_samples() -> None:
+@pytest.mark.parametrize("quiet", [slice(0, 8), slice(0, None, 2), slice(1, None, 2)])
+def test_detached_branches_that_are_off_for_some_samples(quiet: slice) -> None:
     a, b = inputs(5), inputs(5, seed=1)
-    b[:8] = 0
+    b[quiet] = 0
     with pytest.raises(sf.ModelError, match="not the derivative of its forward pass"):
         sf.trace(Detached(), ((a, b), Y))
+
+
+class Whispering(nn.Module):
+    """A straight-through branch that adds little, as with a LayerScale at its start."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.side, self.head = nn.Linear(5, 6), nn.Linear(5, 6), nn.Linear(6, 3)
+        self.gain = gain
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.side(x)
+        rounded = h + (4 * h.sin() - h).detach()
+        return self.head(F.relu(self.body(x) + self.gain * rounded))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gain", [1.0, 1e-2, 1e-4])
+def test_parameters_that_add_little_are_looked_at(gain: float, dtype: torch.dtype) -> None:
+    with pytest.raises(sf.ModelError, match=r"along side\.weight"):
+        sf.trace(Whispering(gain).to(dtype), (inputs(5).to(dtype), Y))
+
+
+def test_casts_to_few_digits_are_noted() -> None:
+    class Cast(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x).float()
+
+    data = (inputs(5).float(), Y)
+    layers = nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)
+    assert any("bfloat16" in note for note in sf.trace(Cast(*layers), data).notes)
+    assert not sf.trace(nn.Sequential(*layers), data).notes

@@ -415,6 +415,18 @@ def test_losses_that_are_not_differentiated_in_full(loss: Loss, dtype: torch.dty
         sf.trace(network().to(dtype), (X.to(dtype), Y), loss)
 
 
+BENT: dict[str, Loss] = {
+    "constant": lambda o, y: (o - o.detach()).square().mean(),
+    "distilled": lambda o, y: F.cross_entropy(o, y) + F.mse_loss(o, o.detach()),
+}
+
+
+@pytest.mark.parametrize("loss", BENT.values(), ids=BENT)
+def test_losses_that_are_not_differentiated_twice_in_full(loss: Loss) -> None:
+    with pytest.raises(sf.LossError, match="not the slope of its gradient"):
+        sf.trace(network(), (X, Y), loss)
+
+
 KINKED: dict[str, Loss] = {
     "hinge": lambda o, y: (1 - o.gather(1, y[:, None])).clamp(min=0).mean(),
     "absolute": lambda o, y: o.abs().mean(),

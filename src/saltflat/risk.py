@@ -77,8 +77,9 @@ class Batch:
         return self._cut(self.places(count), count)
 
     def places(self, count: int) -> list[int]:
-        """Where the samples of `spread` are."""
-        return [k * self.size // count for k in range(min(count, self.size))]
+        """Where the samples of `spread` are: one in each stretch, at no regular distance."""
+        width = max(1, self.size // count)
+        return [k * self.size // count + int(k * 0.618 % 1 * width) for k in range(count)]
 
     def _cut(self, which: slice | list[int], size: int) -> Batch:
         leaves, structure = tree_flatten((self.inputs, self.targets))
@@ -92,9 +93,42 @@ class Batch:
         return Batch(outputs, self.targets, self.size, self.where, (True, *self.rows[behind:]))
 
 
+@final
+class Entries(list[Any]):
+    """A list with one entry a sample, lengths or words, cut and joined as tensors are."""
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return Entries(super().__getitem__(which))
+        return (
+            Entries(self[k] for k in which)
+            if isinstance(which, list)
+            else super().__getitem__(which)
+        )
+
+
 def has_rows(leaf: Any, size: int) -> bool:
     """Whether a leaf is as long as there are samples."""
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
+    if isinstance(leaf, Tensor):
+        return leaf.ndim > 0 and len(leaf) == size
+    return isinstance(leaf, Entries) and len(leaf) == size
+
+
+def with_entries(content: Any, size: int) -> Any:
+    """The lists and tuples among inputs or targets that hold one entry a sample, as `Entries`.
+
+    One that holds tensors of the batch's own length, however deep, is a structure.
+    """
+
+    def is_list(node: Any) -> bool:
+        return (
+            node is not content
+            and type(node) in (list, tuple)
+            and len(node) == size
+            and not any(has_rows(leaf, size) for leaf in tree_leaves(node))
+        )
+
+    return tree_map(lambda n: Entries(n) if is_list(n) else n, content, is_leaf=is_list)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -116,11 +150,16 @@ def join(batches: Sequence[Batch]) -> Batch:
     together = _rows(batches)
     structure = tree_flatten((batches[0].inputs, batches[0].targets))[1]
     content = zip(*[b.leaves() for b in batches], strict=True)
-    joined = [
-        torch.cat(each) if yes else each[0] for each, yes in zip(content, together, strict=True)
-    ]
+    joined = [_put(each) if yes else each[0] for each, yes in zip(content, together, strict=True)]
     inputs, targets = tree_unflatten(joined, structure)
     return Batch(inputs, targets, sum(b.size for b in batches), "all batches", together)
+
+
+def _put(leaves: Sequence[Any]) -> Any:
+    """Rows of several batches, one after another."""
+    if isinstance(leaves[0], Tensor):
+        return torch.cat(tuple(leaves))
+    return Entries(entry for leaf in leaves for entry in leaf)
 
 
 def alike(batches: Sequence[Batch]) -> bool:
@@ -350,14 +389,15 @@ class Risk:
         inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
         targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
         size = _size(inputs, targets, where)
-        return Batch(inputs, targets, size, where, self._rows((inputs, targets), size, where))
+        inputs, targets = with_entries(inputs, size), with_entries(targets, size)
+        rows = self._rows(tree_leaves((inputs, targets)), size, where)
+        return Batch(inputs, targets, size, where, rows)
 
-    def _rows(self, content: Any, size: int, where: str) -> tuple[bool, ...]:
+    def _rows(self, leaves: Sequence[Any], size: int, where: str) -> tuple[bool, ...]:
         """Which leaves hold one row a sample: those that are as long as every batch that is read.
 
         One batch may have as many samples as something that they share has entries.
         """
-        leaves = tree_leaves(content)
         long = [has_rows(leaf, size) for leaf in leaves]
         for k, (leaf, yes) in enumerate(zip(leaves, long, strict=True)):
             if not yes and self._counted.get(k, where) != where:
@@ -398,7 +438,9 @@ class Risk:
         if leaf.is_inference():
             leaf = leaf.clone()  # autograd cannot save an inference tensor
         floating = self.dtype is not None and leaf.is_floating_point()
-        return leaf.to(self.device, self.dtype if floating else None)
+        placed = leaf.to(self.device, self.dtype if floating else None)
+        # A loader may write its next batch to the same memory.
+        return placed.clone() if placed is leaf and not self._steady else placed
 
     def _constant(self, leaf: Tensor, what: str) -> Tensor:
         """The tensor without its graph, which must not come from the measured parameters."""

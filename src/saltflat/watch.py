@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ class Watch:
             return
         hashes = torch.zeros(size, dtype=torch.int64)
         for leaf in tree_leaves(content):
+            if isinstance(leaf, list):  # an entry a sample
+                words = [zlib.crc32(repr(entry).encode()) for entry in leaf]
+                hashes = hashes * 31 + torch.tensor(words)
             if not isinstance(leaf, Tensor):
                 continue
             # What all samples share (a mask) is part of each of them.

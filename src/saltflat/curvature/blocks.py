@@ -152,6 +152,12 @@ class Blocks:
         )
         if self._reduced_precision():
             found.notes.append("TensorFloat-32 is on: about three digits of every value are right")
+        own = next(iter(self.risk.parameters.values())).dtype
+        if torch.finfo(plan.narrow).eps > torch.finfo(own).eps:
+            found.notes.append(
+                f"the model casts to {str(plan.narrow).removeprefix('torch.')} on its way: values "
+                "have no more digits than that"
+            )
         return found
 
     def _linearity(self, plan: Plan) -> dict[str, str]:

@@ -315,6 +315,7 @@ class _Probe:
             unseen=unseen,
             signature=signature(self.uses),
             trail=proof.trail,
+            narrow=proof.narrow,
             channels_last=self.channels_last,
             seen=outputs.detach(),
             places=tuple(range(n)),

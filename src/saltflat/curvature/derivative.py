@@ -94,12 +94,31 @@ def _same_here(
     own = {name: p.data for name, p in risk.parameters.items() if name in gradients}
     rows = {name: _some(data) for name, data in own.items()}
     parts = {name: _some(g).to(rows[name]) for name, g in gradients.items()}
-    direction = _direction(rows, parts)
     try:
-        found = _slope(risk, batch, cotangent, rows, direction, how.steps[0])
+        return all(
+            how.same(
+                _dot({n: parts[n] for n in direction}, direction),
+                _slope(risk, batch, cotangent, rows, direction, how.steps[0]),
+            )
+            for direction in _groups(rows, parts)
+        )
     finally:
         _bind(risk.parameters, own)
-    return how.same(_dot(parts, direction), found)
+
+
+def _groups(
+    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Directions of parameters that add about as much to the slope, so that none goes unseen."""
+    while gradients:
+        direction = _direction(parameters, {n: gradients[n] for n in gradients})
+        shares = {n: abs(_dot({n: gradients[n]}, {n: v})) for n, v in direction.items()}
+        seen = {n for n, share in shares.items() if share >= _HIDDEN * sum(shares.values())}
+        yield {n: direction[n] for n in seen}
+        gradients = {n: g for n, g in gradients.items() if n not in seen}
+
+
+_HIDDEN = 0.003  # of the slope: what adds less is looked at apart
 
 
 def _bind(parameters: Mapping[str, Tensor], data: Mapping[str, Tensor]) -> None:
@@ -117,6 +136,62 @@ def _some(tensor: Tensor) -> Tensor:
     if tensor.ndim == 0 or tensor.numel() <= _ENTRIES:
         return tensor
     return tensor[:: -(-tensor.numel() // _ENTRIES) | 1]  # an odd step: even and odd rows
+
+
+def check_bend(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: Batch) -> None:
+    """Refuse a user's loss whose second derivative in the outputs is not its gradient's slope.
+
+    One that casts to few digits is not judged.
+    """
+    at = outputs.double()
+    try:
+        found = [list(_bends(call, at + s * _noise(at, 3), batch.targets)) for s in (0.0, 1e-3)]
+    except (RuntimeError, ValueError):
+        return  # it does not take such outputs
+    tried = [each for some in found for each in some if all(map(isfinite, each))]
+    if tried and not any(_FINE.same(*each) for each in tried):
+        said, bend, _ = tried[0]
+        raise LossError(
+            f"The second derivative of the loss {name} is not the slope of its gradient: on "
+            f"{batch.where}, along one direction of the outputs, that is {bend:.4g} and autograd "
+            f"says {said:.4g}. Look for detach() and torch.no_grad() in it; what it detaches must "
+            "not move with the outputs."
+        )
+
+
+def _bends(
+    call: Callable[..., Tensor], outputs: Tensor, targets: Any
+) -> Iterator[tuple[float, float, float]]:
+    """⟨z, B z⟩ by autograd and by differences, and the rounding in these, for every step."""
+
+    def gradient(at: Tensor) -> tuple[Tensor, Tensor]:
+        at = at.clone().requires_grad_()
+        with torch.enable_grad():
+            value = _of_its_type(call, at, targets)
+            (found,) = torch.autograd.grad(value, at, create_graph=True)
+        return at, found
+
+    direction = _noise(outputs, 7)
+    at, first = gradient(outputs)
+    if first.requires_grad:
+        (product,) = torch.autograd.grad(first, at, direction, materialize_grads=True)
+    else:
+        product = torch.zeros_like(outputs)
+    said = float((product * direction).sum())
+    size = float((first.detach() * direction).abs().sum())
+    rounding = 64 * torch.finfo(torch.float64).eps * size
+    for step in _FINE.steps:
+        ends = [gradient(outputs + s * direction)[1].detach() for s in (step, -step)]
+        bend = float(((ends[0] - ends[1]) * direction).sum() / (2 * step))
+        yield said, bend, rounding / step
+
+
+def _of_its_type(call: Callable[..., Tensor], outputs: Tensor, targets: Any) -> Tensor:
+    """The loss, if it has as many digits as the outputs."""
+    value = scalar(call, outputs, targets)
+    if value.dtype != outputs.dtype:
+        raise ValueError(f"the loss casts to {value.dtype}")
+    return value
 
 
 def check_slope(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: Batch) -> None:
@@ -155,7 +230,7 @@ def _slopes(
     """Autograd's slope, the loss's own and the rounding in it, for every step."""
     at = outputs.clone().requires_grad_()
     with torch.enable_grad():
-        value = scalar(call, at, targets)
+        value = _of_its_type(call, at, targets)
         (gradient,) = torch.autograd.grad(value, at)
     size = max(float(torch.linalg.vector_norm(outputs)), 1e-2 * outputs.numel() ** 0.5)
     noise = _noise(outputs, 5)
@@ -210,16 +285,17 @@ def _typical(parameter: Tensor) -> Tensor:
 def _direction(
     parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Along the gradients, each as long as its parameter, but none that drowns the others."""
+    """Along the gradients, each about as long as its parameter; none drowns the others."""
     names = list(gradients)
     given = [gradients[name] for name in names]
     lengths = torch.stack(torch._foreach_norm(given)).double()
     own = torch.stack(torch._foreach_norm([parameters[n].detach() for n in names])).double()
-    bare = lengths.new_tensor([1e-2 * parameters[n].numel() ** 0.5 for n in names])
+    bare = lengths.new_tensor([parameters[n].numel() ** 0.5 for n in names])
     own = torch.where(own > 0, own, bare)
     share = own * lengths  # what each adds to the slope
-    cap = 10 * share.median()
-    scale = own / lengths * torch.where(share > cap, cap / share, 1.0)
+    middle = share.median()
+    raised = (middle / share).clamp(1, 30)  # not far: slopes are those of small steps
+    scale = own / lengths * torch.where(share > 10 * middle, 10 * middle / share, raised)
     scale = torch.where((lengths > 0) & scale.isfinite(), scale, 0.0)
     along = torch._foreach_mul(given, scale.tolist())
     # Entries without a gradient move too: they may have none because they are detached.
@@ -330,11 +406,11 @@ def _disagreeing(
         if n in names
     }
     size = float((outputs.detach() * cotangent).abs().double().sum())
-    if _agrees(risk, batch, cotangent, gradients, size, how):
+    if _agree(risk, batch, cotangent, gradients, size, how):
         return {}
     written = _written(risk, batch)
     gradients = {n: g for n, g in gradients.items() if n not in written}
-    if not gradients or (written and _agrees(risk, batch, cotangent, gradients, size, how)):
+    if not gradients or (written and _agree(risk, batch, cotangent, gradients, size, how)):
         return {}
     blamed = {}
     for name, gradient in gradients.items():
@@ -365,6 +441,21 @@ def _along(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) ->
         n: v if bool(v.any()) else _noise(parameters[n], k)
         for k, (n, v) in enumerate(direction.items())
     }
+
+
+def _agree(
+    risk: Risk,
+    batch: Batch,
+    cotangent: Tensor,
+    gradients: Mapping[str, Tensor],
+    size: float,
+    how: _Comparison,
+) -> bool:
+    """Whether slopes and gradients agree for all parameters, in groups of like weight."""
+    return all(
+        _agrees(risk, batch, cotangent, {n: gradients[n] for n in group}, size, how)
+        for group in _groups(risk.parameters, gradients)
+    )
 
 
 def _agrees(

@@ -36,6 +36,7 @@ class Plan:
     unseen: frozenset[str]  # parameters with no gradient on the probed samples: nothing is known
     signature: Signature
     trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
+    narrow: torch.dtype  # the least precise type on the way from parameters to outputs
     channels_last: bool
     seen: Tensor  # outputs of the probed samples
     places: tuple[int, ...]  # where in their batch these are

@@ -204,6 +204,7 @@ class Proof:
     given: Mapping[str, str]  # of the others, those that rely on a declaration -> of what
     opaque: frozenset[str]  # operations of the graph that no list holds
     trail: tuple[str, ...]  # the operations in the order of the walk, but for mere layout
+    narrow: torch.dtype  # the least precise type that the graph goes through
     edges: Mapping[str, int]  # parameter -> how many operations take it
     _kept: Mapping[Any, bool]  # every node -> whether no operation above it moves rows
 
@@ -253,9 +254,17 @@ def prove(
         _blamed(given, parameters),
         frozenset(n for n in curved if _known(n) is None),
         tuple(trail),
+        _narrowest(order, outputs),
         _edges(order, parameters),
         _kept_rows(order, len(outputs) if outputs.ndim else 1),
     )
+
+
+def _narrowest(order: Sequence[Visit], outputs: Tensor) -> torch.dtype:
+    """The type of fewest digits that values are cast to on their way."""
+    casts = (node._input_metadata[0].dtype for node, name, _ in order if name == "ToCopy")
+    floats: Iterator[torch.dtype] = (d for d in (outputs.dtype, *casts) if d.is_floating_point)
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _edges(order: Sequence[Visit], parameters: Mapping[str, Tensor]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature.certify import plan_for
-from saltflat.curvature.derivative import check_slope
+from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.factors import classify, repeats
 from saltflat.curvature.memory import halving
 from saltflat.curvature.plan import Plan
@@ -44,6 +44,8 @@ def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
     few, outputs = halving(lambda most: _few(risk, first, most), wanted)
     _look_at_loss(risk, outputs, few)
     risk.loss = classify(risk.loss, outputs, few, risk.parameters)
+    if not risk.loss.missing:
+        check_bend(risk.loss.call, risk.loss.name, outputs.detach(), few)
     return plan
 
 

@@ -13,8 +13,9 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.utils._pytree import tree_map_only
 
 from saltflat.errors import (
     InvalidType,
@@ -255,7 +256,8 @@ def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
     with risk.session():
         for batch in risk.batches():
             part = batch if batch.size <= left else batch.part(0, int(left))
-            kept.append((part.inputs, part.targets))
+            # Of one's own: whoever gave them may write to them.
+            kept.append(tree_map_only(Tensor, Tensor.clone, (part.inputs, part.targets)))
             left -= part.size
             if left <= 0:
                 break
