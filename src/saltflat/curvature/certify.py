@@ -57,15 +57,14 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     if key in risk.plans:
         plan: Plan = risk.plans[key]
         return plan
-    few = batch.spread(probe_size(batch.size))
+    size = probe_size(batch.size)
     try:
-        plan = _probe_some(risk, batch, few.size, certify)
+        plan = _probe_some(risk, batch, size, certify)
     except Exception as error:
-        if few is batch or _final(error):
+        if size == batch.size or _final(error):
             raise
         # A part of the batch may make no sense to the model: a few nodes of a graph.
         plan = probe(risk, batch, certify)
-    size = few.size
     while plan.unseen and size < min(batch.size, _ENOUGH):
         size *= 4
         plan = _probe_some(risk, batch, min(size, batch.size), certify)

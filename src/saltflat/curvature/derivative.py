@@ -96,11 +96,8 @@ def _same_here(
     parts = {name: _some(g).to(rows[name]) for name, g in gradients.items()}
     try:
         return all(
-            how.same(
-                _dot({n: parts[n] for n in direction}, direction),
-                _slope(risk, batch, cotangent, rows, direction, how.steps[0]),
-            )
-            for direction in _groups(rows, parts)
+            how.same(slope, _slope(risk, batch, cotangent, rows, way, how.steps[0]), noise)
+            for way, slope, noise in _groups(rows, parts)
         )
     finally:
         _bind(risk.parameters, own)
@@ -108,13 +105,20 @@ def _same_here(
 
 def _groups(
     parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-) -> Iterator[dict[str, Tensor]]:
-    """Directions of parameters that add about as much to the slope, so that none goes unseen."""
+) -> Iterator[tuple[dict[str, Tensor], float, float]]:
+    """Directions of parameters that add about as much to the slope, so that none goes unseen.
+
+    With the slope along each, and what is noise in it: next to nothing of the largest.
+    """
+    largest = 0.0
     while gradients:
-        direction = _direction(parameters, {n: gradients[n] for n in gradients})
-        shares = {n: abs(_dot({n: gradients[n]}, {n: v})) for n, v in direction.items()}
-        seen = {n for n, share in shares.items() if share >= _HIDDEN * sum(shares.values())}
-        yield {n: direction[n] for n in seen}
+        direction = _direction(parameters, gradients)
+        products = [(gradients[n] * v).sum(dtype=torch.float64) for n, v in direction.items()]
+        slopes = dict(zip(direction, torch.stack(products).tolist(), strict=True))
+        total = sum(map(abs, slopes.values()))
+        seen = {n for n, slope in slopes.items() if abs(slope) >= _HIDDEN * total}
+        yield {n: direction[n] for n in seen}, sum(slopes[n] for n in seen), 1e-6 * largest
+        largest = max(largest, total)
         gradients = {n: g for n, g in gradients.items() if n not in seen}
 
 
@@ -298,10 +302,12 @@ def _direction(
     scale = own / lengths * torch.where(share > 10 * middle, 10 * middle / share, raised)
     scale = torch.where((lengths > 0) & scale.isfinite(), scale, 0.0)
     along = torch._foreach_mul(given, scale.tolist())
-    # Entries without a gradient move too: they may have none because they are detached.
+    # Entries without a gradient move too, and more: they may have none because they are detached.
+    # How does not matter: by what their neighbours are, and a little.
+    typical = (own / own.new_tensor([max(1, p.numel()) for p in given]).sqrt()).tolist()
     return {
-        name: torch.where(g == 0, _noise(parameters[name], k), v)
-        for k, (name, g, v) in enumerate(zip(names, given, along, strict=True))
+        name: torch.where(g == 0, 3 * (parameters[name].detach().roll(1) + size), v)
+        for name, g, v, size in zip(names, given, along, typical, strict=True)
     }
 
 
@@ -406,19 +412,52 @@ def _disagreeing(
         if n in names
     }
     size = float((outputs.detach() * cotangent).abs().double().sum())
-    if _agree(risk, batch, cotangent, gradients, size, how):
+    asked = _Question(risk, batch, cotangent, how, size)
+    if asked.all_agree(gradients):
         return {}
     written = _written(risk, batch)
     gradients = {n: g for n, g in gradients.items() if n not in written}
-    if not gradients or (written and _agree(risk, batch, cotangent, gradients, size, how)):
+    if not gradients or (written and asked.all_agree(gradients)):
         return {}
     blamed = {}
+    noise = 1e-6 * max(abs(slope) for _, slope, _ in _groups(risk.parameters, gradients))
     for name, gradient in gradients.items():
-        if not _agrees(risk, batch, cotangent, {name: gradient}, size, how):
+        if not asked.agrees({name: gradient}, noise):
             direction = _along(risk.parameters, {name: gradient})
             slope = _difference(risk, batch, cotangent, direction, how.steps[0])
             blamed[name] = slope, _dot({name: gradient}, direction)
     return blamed or {"all parameters together": (float("nan"), float("nan"))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Whether slopes of ⟨cotangent, outputs⟩, of this size, are what gradients say."""
+
+    risk: Risk
+    batch: Batch
+    cotangent: Tensor
+    how: _Comparison
+    size: float
+
+    def all_agree(self, gradients: Mapping[str, Tensor]) -> bool:
+        """For all parameters, in groups of like weight."""
+        return all(
+            self.agrees({n: gradients[n] for n in way}, noise)
+            for way, _, noise in _groups(self.risk.parameters, gradients)
+        )
+
+    def agrees(self, gradients: Mapping[str, Tensor], noise: float) -> bool:
+        """For some parameters together, at one of the steps."""
+        direction = _along(self.risk.parameters, gradients)
+        slope = _dot(gradients, direction)
+        rounding = 64 * float(torch.finfo(self.cotangent.dtype).eps) * self.size
+        return any(
+            self.how.same(slope, self._difference(direction, step), noise + rounding / step)
+            for step in self.how.steps
+        )
+
+    def _difference(self, direction: Mapping[str, Tensor], step: float) -> float:
+        return _difference(self.risk, self.batch, self.cotangent, direction, step)
 
 
 def _written(risk: Risk, batch: Batch) -> set[str]:
@@ -441,38 +480,6 @@ def _along(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) ->
         n: v if bool(v.any()) else _noise(parameters[n], k)
         for k, (n, v) in enumerate(direction.items())
     }
-
-
-def _agree(
-    risk: Risk,
-    batch: Batch,
-    cotangent: Tensor,
-    gradients: Mapping[str, Tensor],
-    size: float,
-    how: _Comparison,
-) -> bool:
-    """Whether slopes and gradients agree for all parameters, in groups of like weight."""
-    return all(
-        _agrees(risk, batch, cotangent, {n: gradients[n] for n in group}, size, how)
-        for group in _groups(risk.parameters, gradients)
-    )
-
-
-def _agrees(
-    risk: Risk,
-    batch: Batch,
-    cotangent: Tensor,
-    gradients: Mapping[str, Tensor],
-    size: float,
-    how: _Comparison,
-) -> bool:
-    direction = _along(risk.parameters, gradients)
-    slope = _dot(gradients, direction)
-    rounding = 64 * float(torch.finfo(cotangent.dtype).eps) * size
-    return any(
-        how.same(slope, _difference(risk, batch, cotangent, direction, step), rounding / step)
-        for step in how.steps
-    )
 
 
 def _listed(blamed: Mapping[str, tuple[float, float]]) -> str:
