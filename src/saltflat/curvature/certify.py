@@ -140,16 +140,26 @@ class FastRules:
 
 
 def fast_rules(
-    outputs: Tensor, uses: Sequence[Use], parameters: Mapping[str, Tensor], seed: int
+    outputs: Tensor, uses: Sequence[Use], parameters: Mapping[str, Tensor], proof: Proof, seed: int
 ) -> FastRules:
-    """Compare on the graph of these outputs, one row a sample."""
+    """Compare on the graph of these outputs, one row a sample.
+
+    Where the graph proves whose rows are whose, the weights of the samples can be left out, and one
+    backward pass gives both sides.
+    """
     generator = torch.Generator(outputs.device).manual_seed(seed)
     size = len(outputs)
-    weights = _normal(outputs.new_empty(size), generator)
-    spread = weights.reshape(-1, *[1] * (outputs.ndim - 1))
+    edges, wanted = [use.edge for use in uses], list(parameters.values())
     cotangent = _normal(outputs, generator)
-    deltas = _pulled(outputs, [use.edge for use in uses], cotangent)
-    truth = _pulled(outputs, list(parameters.values()), cotangent * spread)
+    if all(proof.keeps_rows(edge.node) for edge in edges):
+        weights, spread = outputs.new_ones(size), torch.ones((), device=outputs.device)
+        both = _pulled(outputs, [*edges, *wanted], cotangent)
+        deltas, truth = both[: len(edges)], both[len(edges) :]
+    else:
+        weights = _normal(outputs.new_empty(size), generator)
+        spread = weights.reshape(-1, *[1] * (outputs.ndim - 1))
+        deltas = _pulled(outputs, edges, cotangent)
+        truth = _pulled(outputs, wanted, cotangent * spread)
     given = {n: g for n, g in zip(parameters, truth, strict=True) if g is not None}
     rules = {name: GENERIC if name in given else UNUSED for name in parameters}
     dims: dict[str, int] = {}
@@ -288,7 +298,7 @@ class _Probe:
         rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
         unseen, probed = frozenset[str](), frozenset[str]()
         if outputs.requires_grad:
-            found = fast_rules(outputs, self.uses, self.risk.parameters, seed=20_210_618)
+            found = fast_rules(outputs, self.uses, self.risk.parameters, proof, seed=20_210_618)
             rules, dims, unseen = found.rules, found.dims, found.unseen
             # Rows that pad have no gradient by agreement.
             padded = {

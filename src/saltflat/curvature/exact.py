@@ -248,7 +248,7 @@ class Pass:
         same = proof.trail == plan.trail and self._all_recorded(plan, live, proof)
         if kept and same and (alone or not written):
             return plan
-        found = fast_rules(outputs, uses, self.risk.parameters, seed=20_210_619)
+        found = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
         lost = {n for n in plan.dims if n not in found.dims and n not in found.unseen}
         if not alone:
             lost |= {n for n, dim in plan.dims.items() if found.dims.get(n, dim) != dim}
