@@ -27,9 +27,9 @@ from saltflat.curvature.products import Curvature, Products
 from saltflat.curvature.proof import operation
 from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, EVERY_PARAMETER, FISHER, FORMS, Kind
-from saltflat.curvature.settings import Draw, Settings
+from saltflat.curvature.settings import Settings
 from saltflat.curvature.start import give_up_on_samples, start
-from saltflat.curvature.stochastic import Draws, Estimate, Hutchinson, combined_degrees
+from saltflat.curvature.stochastic import Draw, Draws, Estimate, Hutchinson, combined_degrees
 from saltflat.errors import DataError, InvalidValue
 from saltflat.losses import JointLoss, Loss
 from saltflat.result import Certificate

@@ -35,7 +35,8 @@ from saltflat.curvature.proof import Proof
 from saltflat.curvature.quadratic import Weight
 from saltflat.curvature.quantities import CURVATURE, FISHER, Kind, reduce, shape
 from saltflat.curvature.record import Recorder
-from saltflat.curvature.settings import Draw, Settings
+from saltflat.curvature.settings import Settings
+from saltflat.curvature.stochastic import Draw
 from saltflat.curvature.terms import Explicit, Term, combine
 from saltflat.losses import (
     BinaryCrossEntropy,

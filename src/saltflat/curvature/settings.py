@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
-
-from saltflat.curvature.stochastic import noise
 
 Certify = Literal["proof", "probe", "none"]
 
@@ -37,18 +34,3 @@ class Settings:
             idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return int((torch.cuda.mem_get_info(device)[0] + idle) // 2)
         return min(_MOST, max(_LEAST, 64 * weights))
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One random sketch of the directions, the same whatever the chunks are."""
-
-    seed: int
-
-    def noise(self, like: Tensor, batch: int, first: int) -> Tensor:
-        """Noise for every output of the samples from `first` of a batch on, each its own."""
-        rows = []
-        for i in range(len(like)):
-            generator = torch.Generator().manual_seed(hash((self.seed, batch, first + i)) % 2**63)
-            rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
-        return torch.stack(rows).to(like)

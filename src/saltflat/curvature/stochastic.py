@@ -193,3 +193,18 @@ class Hutchinson:
             )
             for kind in kinds
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One random sketch of the directions, the same whatever the chunks are."""
+
+    seed: int
+
+    def noise(self, like: Tensor, batch: int, first: int) -> Tensor:
+        """Noise for every output of the samples from `first` of a batch on, each its own."""
+        rows = []
+        for i in range(len(like)):
+            generator = torch.Generator().manual_seed(hash((self.seed, batch, first + i)) % 2**63)
+            rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
+        return torch.stack(rows).to(like)
