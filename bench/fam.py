@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bench.device import THREADS, describe
 from bench.timing import Timed, Times, clocked, in_turns
-from saltflat.curvature.stochastic import Hutchinson
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.training.fam import FAM
 from saltflat.zoo import resnet18
 

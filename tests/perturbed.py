@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from saltflat.curvature.matrix import Matrix
+from saltflat.geometry import Matrix
 from saltflat.measures.base import Context, Layer, Measure
 from saltflat.risk import Risk
 

@@ -26,17 +26,17 @@ from scipy.stats import chi2, t
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.probes import estimate_form
-from saltflat.curvature.quadratic import Form, Weight
-from saltflat.curvature.quantities import Kind
-from saltflat.curvature.stochastic import (
+from saltflat.curvature.contractions import Form, Weight
+from saltflat.curvature.estimators import (
     Estimate,
     Hutchinson,
     combined_degrees,
     degrees_of_freedom,
+    estimate_form,
     group_sizes,
 )
+from saltflat.curvature.sweep import Kind
+from saltflat.geometry import Matrix
 from saltflat.measures import (
     AdaptiveSharpness,
     HessianTrace,

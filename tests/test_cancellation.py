@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.layout import ConvLayout, LinearLayout
-from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.quadratic import Weight, written_out
-from saltflat.curvature.rank_one import Deltas, RankOne
-from saltflat.curvature.terms import Lookup, Outer
+from saltflat.curvature.contractions import (
+    ConvLayout,
+    Deltas,
+    LinearLayout,
+    Lookup,
+    Outer,
+    RankOne,
+    Weight,
+    written_out,
+)
+from saltflat.geometry import Matrix
 
 EPS = torch.finfo(torch.float32).eps
 

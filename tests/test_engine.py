@@ -7,8 +7,8 @@ import torch
 from cases import BY_NAME
 from torch import nn
 
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.stochastic import Hutchinson
 from saltflat.measures.engine import CurvatureEngine
 from saltflat.risk import Risk
 

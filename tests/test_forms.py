@@ -9,10 +9,10 @@ from dense import gradient
 from torch import Tensor, nn
 from units import Units, matrices, units
 
-from saltflat.curvature.blocks import Blocks, Found
-from saltflat.curvature.quantities import Kind
+from saltflat.curvature.curvature import Blocks, Found
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.stochastic import Hutchinson
+from saltflat.curvature.sweep import Kind
 from saltflat.risk import Risk
 
 FORMS: frozenset[Kind] = frozenset({"columns", "rows", "flatness"})

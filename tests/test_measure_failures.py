@@ -12,7 +12,7 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.blocks import Blocks
+from saltflat.curvature.curvature import Blocks
 from saltflat.errors import MissingDependency, NoSecondDerivative
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES

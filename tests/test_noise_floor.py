@@ -19,11 +19,19 @@ from networks import classify
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.layout import ConvLayout, LinearLayout
-from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.quantities import reduce
-from saltflat.curvature.rank_one import Bias, Deltas, RankOne
-from saltflat.curvature.terms import Explicit, Lookup, Outer, Term
+from saltflat.curvature.contractions import (
+    Bias,
+    ConvLayout,
+    Deltas,
+    Explicit,
+    LinearLayout,
+    Lookup,
+    Outer,
+    RankOne,
+    Term,
+)
+from saltflat.curvature.sweep import reduce
+from saltflat.geometry import Matrix
 from saltflat.measures.base import Context, Layer, Measure
 from saltflat.measures.normalized_sharpness import balance_layer
 

@@ -1,9 +1,9 @@
 """saltflat: scale-invariant sharpness for PyTorch."""
 
 from saltflat.audit import Audit, Tolerances, audit
-from saltflat.curvature.functions import diagonal, max_eigenvalue, trace
+from saltflat.curvature.api import diagonal, max_eigenvalue, trace
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.proof import piecewise_linear
-from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import (
     DataError,
     InvalidType,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from saltflat.curvature.memory import ordinary
 from saltflat.errors import (
     CriterionError,
     DataError,
@@ -26,6 +25,7 @@ from saltflat.errors import (
     LossError,
     nearest,
 )
+from saltflat.memory import ordinary
 
 LossLike = str | Callable[..., Tensor]
 
@@ -340,7 +340,7 @@ class UserLoss:
 class CustomLoss(UserLoss, Loss):
     """A user's callable, found to be a mean or a sum over samples.
 
-    Whether it is one is checked on every batch (see `curvature.factors`), because a weighted
+    Whether it is one is checked on every batch (see `curvature.loss_hessian`), because a weighted
     mean looks like a mean as long as the weights happen to agree.
     """
 

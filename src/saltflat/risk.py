@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.curvature.memory import halving, ordinary
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -35,6 +34,7 @@ from saltflat.losses import (
     scalar,
     summary,
 )
+from saltflat.memory import halving, ordinary
 from saltflat.session import RandomState, lend, modules_in
 from saltflat.watch import Tally, Watch, in_memory, second_reading
 

@@ -15,9 +15,9 @@ from saltflat.audit.ledger import Ledger
 from saltflat.audit.result import Audit
 from saltflat.audit.values import Function, Panel
 from saltflat.audit.verdict import Reading, Tolerances
-from saltflat.curvature.functions import checked_settings
+from saltflat.curvature.api import checked_settings
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.products import Curvature
-from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measures import MEASURES

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.audit.verdict import Reading
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.products import Curvature
-from saltflat.curvature.quantities import Kind as Quantity
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.stochastic import Hutchinson
+from saltflat.curvature.sweep import Kind as Quantity
 from saltflat.errors import InvalidType
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.record import Safe
+from saltflat.curvature.recorder import Safe
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import scalar
+from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
 
 _NAMED = 5  # parameters that an error names

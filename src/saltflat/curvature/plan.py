@@ -1,18 +1,42 @@
-"""The plan for a model: what a probe found out, and how the samples of a batch are laid out."""
+"""The plan for a model, found by a look at it on a few samples: which rule serves which parameter.
+
+*Samples.* Outputs of a sample must not depend on the other samples of its batch, nor on chance.
+
+*Rules.* A fast rule is right for a parameter if, for random cotangents and random weights a_i of
+the samples, Σ_i a_i G_i equals autograd's own gradient. The weights catch a rule that gives rows to
+the wrong samples, or takes some other dimension for them; the comparison catches every use that
+the recorder did not see.
+
+*Derivatives.* What autograd gives must be the derivative of the outputs (see `derivative`).
+
+*Piecewise linearity* is proved, from the graph (see `proof`), here and again on every chunk that
+is measured. Only a user who asks for it has the rest probed: for a random v in a block and a random
+cotangent r, never the loss's own gradient (where that vanishes every network would pass), the
+derivative of ⟨∂⟨r, o⟩/∂w, v⟩ in w must vanish. That speaks for the probed samples alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from saltflat.curvature.layers import Rows, Use
-from saltflat.curvature.matrix import Matrix
-from saltflat.risk import Batch
+from saltflat.curvature.contractions import Term, combine
+from saltflat.curvature.derivative import check_derivative, check_unreached
+from saltflat.curvature.loss_hessian import lacks_derivative
+from saltflat.curvature.proof import InPlace, Proof, prove
+from saltflat.curvature.recorder import Recorder, Safe
+from saltflat.curvature.rules import EmbeddingUse, LinearUse, Rows, Use
+from saltflat.curvature.settings import Certify
+from saltflat.errors import ModelError, SaltflatError
+from saltflat.geometry import Matrix
+from saltflat.memory import halving, out_of_memory
+from saltflat.risk import Batch, Risk, alike, join
+from saltflat.session import full_precision
 
 GENERIC = "per-sample"
 UNUSED = "unused"
@@ -100,3 +124,399 @@ def patch_entries(use: Use) -> int:
     positions = use.shape[2:].numel() if use.rule == "conv" else use.input.shape[2:].numel()
     channels = use.input.shape[1] if use.rule == "conv" else use.shape[1]
     return int(use.shape[0] * channels * taps * positions)
+
+
+def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
+    """The plan for batches like this one, found on its first samples.
+
+    It is kept for the call: what holds from batch to batch is looked at on every chunk.
+    """
+    key = _shapes(batch), certify
+    if key in risk.plans:
+        plan: Plan = risk.plans[key]
+        return plan
+    size = probe_size(batch.size)
+    try:
+        plan = _probe_some(risk, batch, size, certify)
+    except Exception as error:
+        if size == batch.size or _final(error):
+            raise
+        # A part of the batch may make no sense to the model: a few nodes of a graph.
+        plan = probe(risk, batch, certify)
+    while plan.unseen and size < min(batch.size, _ENOUGH):
+        size *= 4
+        plan = _probe_some(risk, batch, min(size, batch.size), certify)
+    if not plan.unseen:
+        risk.plans[key] = plan
+    return plan
+
+
+def _probe_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
+    """Look at the model on some samples from all over a batch, fewer where memory runs out."""
+    plan = halving(lambda most: probe(risk, batch.spread(most), certify), size)
+    return replace(plan, places=tuple(batch.places(plan.samples)))
+
+
+_ENOUGH = 32  # samples to look through for one that moves every parameter
+
+
+def _final(error: Exception) -> bool:
+    """Whether trying again with all samples is no use."""
+    if isinstance(error, RuntimeError) and out_of_memory(error):
+        return True
+    return isinstance(error, SaltflatError) and not isinstance(error, RuntimeError)
+
+
+def probe_size(samples: int) -> int:
+    """How many samples to probe: a few, and no more than a small share of the work ahead."""
+    return samples if samples <= 4 else min(8, max(2, samples // 32))
+
+
+def _shapes(batch: Batch) -> Hashable:
+    return batch.size > 1, _leaf_shapes(batch)
+
+
+def _leaf_shapes(batch: Batch) -> Hashable:
+    return tuple(
+        (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
+        for t in tree_leaves(batch.inputs)
+    )
+
+
+def probe(risk: Risk, batch: Batch, certify: Certify) -> Plan:
+    """Look at the model on all samples of a (small) batch."""
+    with full_precision(risk.device):
+        return _Probe(risk, batch, certify).plan()
+
+
+def proof_of(risk: Risk, batch: Batch, outputs: Tensor) -> Proof:
+    """What the graph of these outputs of a batch proves."""
+
+    def writes() -> frozenset[str]:
+        with InPlace() as log, Safe():
+            risk.forward(batch)
+        return frozenset(log.seen)
+
+    proof = prove(outputs, risk.parameters, writes)
+    if "CheckpointFunctionBackward" in proof.opaque:
+        raise ModelError(
+            "The model uses reentrant checkpointing, inside of which autograd cannot look. Pass "
+            "use_reentrant=False to torch.utils.checkpoint."
+        )
+    return proof
+
+
+@dataclass(frozen=True, slots=True)
+class FastRules:
+    """Which rule serves which parameter, by comparison with autograd's own gradients."""
+
+    rules: dict[str, str]
+    dims: dict[str, int]
+    unseen: frozenset[str]
+    cotangent: Tensor
+    gradients: dict[str, Tensor]
+
+
+def fast_rules(
+    outputs: Tensor, uses: Sequence[Use], parameters: Mapping[str, Tensor], proof: Proof, seed: int
+) -> FastRules:
+    """Compare on the graph of these outputs, one row a sample.
+
+    Where the graph proves whose rows are whose, the weights of the samples can be left out, and one
+    backward pass gives both sides.
+    """
+    generator = torch.Generator(outputs.device).manual_seed(seed)
+    size = len(outputs)
+    edges, wanted = [use.edge for use in uses], list(parameters.values())
+    cotangent = _normal(outputs, generator)
+    if all(proof.keeps_rows(edge.node) for edge in edges):
+        weights, spread = outputs.new_ones(size), torch.ones((), device=outputs.device)
+        both = _pulled(outputs, [*edges, *wanted], cotangent)
+        deltas, truth = both[: len(edges)], both[len(edges) :]
+    else:
+        weights = _normal(outputs.new_empty(size), generator)
+        spread = weights.reshape(-1, *[1] * (outputs.ndim - 1))
+        deltas = _pulled(outputs, edges, cotangent)
+        truth = _pulled(outputs, wanted, cotangent * spread)
+    given = {n: g for n, g in zip(parameters, truth, strict=True) if g is not None}
+    rules = {name: GENERIC if name in given else UNUSED for name in parameters}
+    dims: dict[str, int] = {}
+    sizes = dict(zip(given, _largest(list(given.values())), strict=True))
+    open_ = {name for name, size in sizes.items() if size > 0}
+    unseen = frozenset(sizes) - open_
+    for dim in (0, 1):
+        with torch.no_grad():
+            offers = _offers(uses, deltas, Rows(size, dim), open_)
+            values = {
+                name: combine([term for _, term in terms]).weighted(weights)
+                for name, terms in offers.items()
+            }
+        fitting = {n: v - given[n] for n, v in values.items() if v.shape == given[n].shape}
+        for name, error in zip(fitting, _largest(list(fitting.values())), strict=True):
+            if error <= (1e-9 if outputs.dtype == torch.float64 else 1e-3) * sizes[name]:
+                rules[name], dims[name] = offers[name][0][0].rule, dim
+                open_.discard(name)
+    return FastRules(rules, dims, unseen, cotangent * spread, given)
+
+
+def _pulled(outputs: Tensor, sources: Sequence[Any], cotangent: Tensor) -> Sequence[Tensor | None]:
+    """The gradients of ⟨cotangent, outputs⟩; the graph is kept."""
+    if not sources:
+        return ()
+    try:
+        return torch.autograd.grad(
+            outputs, sources, cotangent, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        plain = type(error) is RuntimeError and bool(str(error))
+        if out_of_memory(error) or lacks_derivative(error) or not plain:
+            raise
+        raise ModelError(
+            f"The model cannot be differentiated: torch says {str(error).splitlines()[0]!r}. "
+            "Replace that operation, or leave its parameters out with parameters=[…]."
+        ) from error
+
+
+def _offers(
+    uses: Sequence[Use], deltas: Sequence[Tensor | None], rows: Rows, wanted: set[str]
+) -> dict[str, list[tuple[Use, Term]]]:
+    """What the uses of the wanted parameters make of the deltas, with samples along `rows`."""
+    found: dict[str, list[tuple[Use, Term]]] = {}
+    refused = set[str]()
+    for use, delta in zip(uses, deltas, strict=True):
+        if delta is None or not wanted & set(use.names.values()):
+            continue
+        if not fits(use, rows):
+            refused |= set(use.names.values())
+            continue
+        for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
+            found.setdefault(name, []).append((use, term))
+    return {n: terms for n, terms in found.items() if n in wanted and n not in refused}
+
+
+def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
+    """Whether the first sample alone, or the others without it, have other outputs."""
+    if batch.size == 1:
+        return False
+    parts = batch.part(0, 1), batch.part(1, batch.size)
+    with torch.no_grad():
+        return not all(
+            _gives(risk, part, expected)
+            for part, expected in zip(parts, (outputs[:1], outputs[1:]), strict=True)
+        )
+
+
+def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
+    """Whether the model gives these outputs for a part of the batch, maybe laid out anew.
+
+    It may refuse: one that makes views of contiguous images, or that needs many samples.
+    """
+    try:
+        return close(risk.forward(batch), expected)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and out_of_memory(error):
+            raise
+        return False
+
+
+@final
+class Company:
+    """Asks of every chunk of a sweep whether its samples have the same outputs in other company.
+
+    The first samples of the data are put with the first and last ones of the chunk. (In one chunk
+    alone what samples do to each other shows in the graph.)
+    """
+
+    def __init__(self, risk: Risk) -> None:
+        self.risk = risk
+        self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
+
+    def is_indifferent(self, chunk: Batch, outputs: Tensor) -> bool:
+        key = _leaf_shapes(chunk)
+        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
+        rows = [outputs[:2].detach()] + [outputs[-2:].detach()] * (chunk.size > 3)
+        if key not in self._known:
+            self._known[key] = ends[0], rows[0].clone()
+            return True
+        guest, guest_rows = self._known[key]
+        if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
+            return True  # nothing to put together
+        try:
+            with torch.no_grad():
+                return _gives(self.risk, join([guest, *ends]), torch.cat([guest_rows, *rows]))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return True  # there is no room for company
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    tolerance = 1e-10 if a.dtype == torch.float64 else 1e-3
+    difference, whole = _largest([a - b, b])
+    return difference <= tolerance * max(whole, 1e-30)
+
+
+class _Probe:
+    def __init__(self, risk: Risk, batch: Batch, certify: Certify) -> None:
+        self.risk, self.batch, self.certify = risk, batch, certify
+
+    def plan(self) -> Plan:
+        with Recorder(self.risk.parameters) as recorder:
+            outputs = self.risk.forward(self.batch)
+        self.uses = recorder.uses
+        self.risk.check(outputs, self.batch)
+        coupled = self._coupled(outputs)
+        proof = proof_of(self.risk, self.batch, outputs)
+        names = list(self.risk.parameters)
+        check_unreached(
+            self.risk, self.batch, outputs, [n for n in names if n not in proof.reached]
+        )
+        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+        unseen, probed = frozenset[str](), frozenset[str]()
+        if outputs.requires_grad:
+            found = fast_rules(outputs, self.uses, self.risk.parameters, proof, seed=20_210_618)
+            rules, dims, unseen = found.rules, found.dims, found.unseen
+            # Rows that pad have no gradient by agreement.
+            padded = {
+                use.names["weight"]
+                for use in self.uses
+                if isinstance(use, EmbeddingUse) and use.padding is not None
+            }
+            given = {n: g for n, g in found.gradients.items() if n not in padded}
+            check_derivative(self.risk, self.batch, found.cotangent, given)
+            if self.certify == "probe":
+                probed = self._probed(outputs, proof)
+        n = self.batch.size
+        return Plan(
+            samples=n,
+            coupled=coupled,
+            rules=rules,
+            dims=dims,
+            matrices=self._matrices(rules),
+            curved=proof.curved,
+            given=proof.given,
+            probed=probed,
+            reached=proof.reached,
+            unseen=unseen,
+            signature=signature(self.uses),
+            trail=proof.trail,
+            narrow=proof.narrow,
+            channels_last=self.channels_last,
+            seen=outputs.detach(),
+            places=tuple(range(n)),
+            width=outputs.element_size(),
+            outputs=outputs.shape[1:],
+            activations=sum(use.shape.numel() for use in self.uses) // n,
+            kept=sum(use.shape.numel() for use in self.uses if use.keeps) // n,
+            inputs=sum(use.input.numel() for use in self.uses) // n,
+            patches=max((patch_entries(use) for use in self.uses), default=0) // n,
+        )
+
+    def _matrices(self, rules: Mapping[str, str]) -> dict[str, Matrix]:
+        """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
+        found = {}
+        for use in self.uses:
+            matrix, name = use.matrix(), use.names.get("weight")
+            if matrix is None or name is None:
+                continue
+            if rules[name] == GENERIC and isinstance(use, LinearUse) and use.transposed:
+                continue  # a product of two parameters, b @ a: no input of the layer
+            # An embedding that is tied to a Linear counts as the Linear.
+            if name not in found or matrix.out == 0:
+                found[name] = matrix
+        for name, rule in rules.items():
+            shape = self.risk.parameters[name].shape
+            if rule == GENERIC and len(shape) > 1 and shape.numel() > max(shape):
+                found.setdefault(name, Matrix())
+        return {name: found[name] for name in rules if name in found}
+
+    def _images(self) -> bool:
+        """Whether there are images on a CPU, whose convolutions are faster channels last.
+
+        (cuDNN's are not: 4.8 gradients against 5.2 for a ResNet-18 on an H200.)
+        """
+        leaves = tree_leaves(self.batch.inputs)
+        return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
+
+    def _coupled(self, outputs: Tensor) -> bool:
+        """Whether samples of a batch depend on each other; an error if they depend on chance."""
+        self.channels_last = self._images() and _gives(
+            self.risk, channels_last(self.batch), outputs
+        )
+        apart = not coupled(self.risk, self.batch, outputs)
+        compared = outputs.numel() if apart and self.batch.size > 1 else 0
+        with torch.no_grad():
+            while compared < _ENTRIES:  # few entries may agree by chance
+                if not close(self.risk.forward(self.batch), outputs):
+                    raise ModelError(
+                        "The model is random in evaluation mode: equal inputs give different "
+                        "outputs, so it has no Hessian to measure. Look for dropout called with "
+                        "training=True or noise that is not switched off by eval()."
+                    )
+                compared += outputs.numel()
+        return not apart
+
+    def _probed(self, outputs: Tensor, proof: Proof) -> frozenset[str]:
+        """Of the parameters that no proof covers, those in which the outputs seem linear here."""
+        generator = torch.Generator(outputs.device).manual_seed(20_190_121)
+        cotangent = _normal(outputs, generator)
+        return frozenset(
+            name
+            for name in proof.curved
+            if self._straight(outputs, self.risk.parameters[name], cotangent, generator)
+        )
+
+    def _straight(
+        self, outputs: Tensor, parameter: Tensor, cotangent: Tensor, generator: torch.Generator
+    ) -> bool:
+        """Whether a random second derivative of the outputs in one parameter vanishes."""
+        try:
+            (gradient,) = torch.autograd.grad(outputs, parameter, cotangent, create_graph=True)
+            if not gradient.requires_grad:
+                return True
+            size = _norms([parameter]) / parameter.numel() ** 0.5
+            direction = _normal(gradient, generator) * _scale(outputs, gradient, size)
+            changes: Sequence[Tensor | None] = torch.autograd.grad(
+                gradient, parameter, direction, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError:  # it has no second derivative
+            return False
+        if changes[0] is None:
+            return True
+        bend, whole = _largest([changes[0], gradient])
+        return bend <= 16 * float(torch.finfo(gradient.dtype).eps) * whole
+
+
+_ENTRIES = 16  # of the outputs, to compare
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+def _scale(outputs: Tensor, gradient: Tensor, size: Tensor) -> Tensor:
+    """The size of a direction, so large that a change of the gradient along it would show.
+
+    At least that of the parameter, and of what changes the outputs by about themselves; at least
+    1, since both can vanish (a network that is zero at its start).
+    """
+    norm = _norms([gradient])
+    ratio = _norms([outputs]) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+    return torch.maximum(size, ratio.clamp(max=1e30)).clamp(min=1.0)
+
+
+def _norms(tensors: Iterable[Tensor], order: float = 2.0) -> Tensor:
+    """Norms of all of them, in a few launches on a GPU."""
+    norms = list(torch._foreach_norm([x.detach() for x in tensors], order))
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.double() for norm in norms]
+    return torch.stack(norms)
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[float]:
+    """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
+    some = [x for x in tensors if x.numel()]
+    sizes = iter(_norms(some, float("inf")).tolist() if some else [])
+    return [next(sizes) if x.numel() else 0.0 for x in tensors]

@@ -14,19 +14,18 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.certify import Company
-from saltflat.curvature.factors import (
+from saltflat.curvature.loss_hessian import (
     Additivity,
     check_derivatives,
     insist_on_derivatives,
     lacks_derivative,
     output_product,
 )
-from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.plan import NotCertified, Plan
-from saltflat.curvature.record import Safe
+from saltflat.curvature.plan import Company, NotCertified, Plan
+from saltflat.curvature.recorder import Safe
 from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
+from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk, join
 
 Curvature = Literal["hessian", "ggn"]

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal, Protocol, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.quantities import Kind
-from saltflat.curvature.stochastic import degrees_of_freedom
+from saltflat.curvature.estimators import degrees_of_freedom
+from saltflat.curvature.sweep import Kind
 from saltflat.errors import SaltflatError
+from saltflat.geometry import Matrix
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
 from saltflat.symmetries.find import symmetries

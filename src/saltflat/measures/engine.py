@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature import spectrum
-from saltflat.curvature.blocks import Blocks, Found
+from saltflat.curvature.curvature import Blocks, Found, start
+from saltflat.curvature.estimators import Hutchinson, group_sizes
 from saltflat.curvature.products import Curvature
-from saltflat.curvature.quantities import EVERY_PARAMETER, Kind
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.start import start
-from saltflat.curvature.stochastic import Hutchinson, group_sizes
+from saltflat.curvature.sweep import EVERY_PARAMETER, Kind
 from saltflat.measures.base import Layer, Quantity
 from saltflat.risk import Risk
 

@@ -11,14 +11,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.certify import Company
-from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.record import Safe
+from saltflat.curvature.curvature import start
+from saltflat.curvature.plan import Company
+from saltflat.curvature.recorder import Safe
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.start import start
 from saltflat.errors import DataError
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
 from saltflat.measures.batchnorm import BatchStatistics, batch_mode
+from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saltflat.convex.balance import balance
-from saltflat.curvature.matrix import Matrix
 from saltflat.errors import InvalidValue
+from saltflat.geometry import Matrix
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Layer, Measure, Need, Quantity
 from saltflat.measures.cross_fit import NOTE

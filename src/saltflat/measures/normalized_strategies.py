@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.stochastic import degrees_of_freedom
+from saltflat.curvature.estimators import degrees_of_freedom
 from saltflat.measures.base import Context
 from saltflat.measures.normalized_recipe import (
     by_channel,

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.stochastic import LEAST_DRAWS, degrees_of_freedom
+from saltflat.curvature.estimators import LEAST_DRAWS, degrees_of_freedom
 from saltflat.errors import InvalidValue
 from saltflat.measures.ascent import Ball, Point, ascend, gaussian
 from saltflat.measures.base import Context

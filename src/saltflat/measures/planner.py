@@ -10,12 +10,12 @@ from typing import Any, cast, final
 import torch
 from torch import nn
 
-from saltflat.curvature.factors import derivatives_explained
-from saltflat.curvature.functions import checked_settings
+from saltflat.curvature.api import checked_settings
+from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.loss_hessian import derivatives_explained
 from saltflat.curvature.products import Curvature
-from saltflat.curvature.quantities import CURVATURE, FISHER, Kind
 from saltflat.curvature.settings import Certify
-from saltflat.curvature.stochastic import Hutchinson
+from saltflat.curvature.sweep import CURVATURE, FISHER, Kind
 from saltflat.errors import (
     InvalidType,
     InvalidValue,

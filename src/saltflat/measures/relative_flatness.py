@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from saltflat.curvature.quantities import Kind
+from saltflat.curvature.sweep import Kind
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.measures.base import (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from saltflat.curvature.factors import Additivity, NotAdditive, classify
-from saltflat.curvature.stochastic import Hutchinson
+from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch

@@ -19,8 +19,8 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
 from saltflat.measures.base import Context, Quantity

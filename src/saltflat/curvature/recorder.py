@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from saltflat.curvature.layers import (
+from saltflat.curvature.rules import (
     ConvTransposeUse,
     ConvUse,
     ElementwiseUse,

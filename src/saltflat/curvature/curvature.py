@@ -1,6 +1,6 @@
-"""The blocks of the curvature: which go which way, and their results together.
+"""The curvature of a risk: which of its blocks go which way, and their results together.
 
-For every parameter the best honest answer is found: exact where the model is certified piecewise
+For every parameter the best honest answer is found: exact where the model is proved piecewise
 linear in it (or where the Gauss–Newton matrix is asked for), a sketch with a standard error where
 the outputs have too many directions, and probes with a standard error for the rest.
 """
@@ -9,31 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf, isfinite, nan
 from typing import final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature import spectrum
-from saltflat.curvature.exact import Pass, Requests, TooManyDirections, fetched
-from saltflat.curvature.factors import NotAdditive, direction_count
-from saltflat.curvature.features import feature_scale
-from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.plan import GENERIC, UNUSED, NotCertified, Plan, Signature
-from saltflat.curvature.probes import estimate_form
+from saltflat.curvature.contractions import Weight
+from saltflat.curvature.derivative import check_bend, check_slope
+from saltflat.curvature.estimators import (
+    Draw,
+    Draws,
+    Estimate,
+    Hutchinson,
+    combined_degrees,
+    estimate_form,
+)
+from saltflat.curvature.loss_hessian import NotAdditive, classify, direction_count, repeats
+from saltflat.curvature.plan import GENERIC, UNUSED, NotCertified, Plan, Signature, plan_for
 from saltflat.curvature.products import Curvature, Products
 from saltflat.curvature.proof import operation
-from saltflat.curvature.quadratic import Weight
-from saltflat.curvature.quantities import CURVATURE, EVERY_PARAMETER, FISHER, FORMS, Kind
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.start import give_up_on_samples, start
-from saltflat.curvature.stochastic import Draw, Draws, Estimate, Hutchinson, combined_degrees
-from saltflat.errors import DataError, InvalidValue
-from saltflat.losses import JointLoss, Loss
+from saltflat.curvature.sweep import (
+    CURVATURE,
+    EVERY_PARAMETER,
+    FISHER,
+    FORMS,
+    Kind,
+    Pass,
+    Requests,
+    TooManyDirections,
+    feature_scale,
+    fetched,
+)
+from saltflat.errors import DataError, InvalidValue, LossError
+from saltflat.geometry import Matrix
+from saltflat.losses import (
+    CustomLoss,
+    JointLoss,
+    Loss,
+    describe,
+    leaves,
+    listed,
+    own_parameters,
+    refuse_parameters,
+    scalar,
+)
+from saltflat.memory import halving
 from saltflat.result import Certificate
-from saltflat.risk import Batch, Risk
+from saltflat.risk import Batch, Risk, alike, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,3 +420,70 @@ def _weaker(a: Plan, b: Plan) -> Plan:
     return replace(
         a, coupled=a.coupled or b.coupled, curved=curved, probed=frozenset(seeming & a.probed)
     )
+
+
+def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
+    """Probe the model on the first batch, and the loss where it is a user's own."""
+    # One sample alone does not show whether samples depend on each other.
+    several = first if first.size > 1 else _gather(risk, first, 4)
+    plan = plan_for(risk, several, settings.certify)
+    if settings.certify == "none":
+        plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
+    if isinstance(risk.loss, Loss | JointLoss):
+        return plan
+    # A part of a batch whose samples depend on each other may make no sense.
+    wanted = first.size if plan.coupled else 8
+    few, outputs = halving(lambda most: _few(risk, first, most), wanted)
+    _look_at_loss(risk, outputs, few)
+    risk.loss = classify(risk.loss, outputs, few, risk.parameters)
+    if not risk.loss.missing:
+        check_bend(risk.loss.call, risk.loss.name, outputs.detach(), few)
+    return plan
+
+
+def _look_at_loss(risk: Risk, outputs: Tensor, few: Batch) -> None:
+    """Refuse a user's loss that is not a function of outputs and targets alone."""
+    assert not isinstance(risk.loss, Loss | JointLoss)
+    call, name = risk.loss, describe(risk.loss)
+    at = outputs.detach().requires_grad_()
+    with torch.enable_grad():
+        value = scalar(call, at, few.targets)
+    if not torch.isfinite(value):
+        raise DataError(f"The loss is not finite on {few.where}.")
+    refuse_parameters(name, value, risk.parameters)
+    repeats(name, value, scalar(call, at, few.targets), few.where)
+    if all(leaf is not at for leaf in leaves(value)):
+        raise LossError(
+            f"The loss {name} does not depend on the outputs by operations that autograd follows, "
+            f"on {few.where}: it has no derivative to measure. Look for argmax, item() or numpy."
+        )
+    check_slope(call, name, outputs.detach(), few)
+    if own := own_parameters(call, value, at):
+        risk.notes.append(
+            f"the loss {name} has parameters of its own, held fixed and not measured: {listed(own)}"
+        )
+
+
+def give_up_on_samples(risk: Risk) -> None:
+    """Take the loss for one that only all samples together have."""
+    assert isinstance(risk.loss, CustomLoss)
+    risk.loss = JointLoss(risk.loss.call, risk.loss.measured, risk.loss.missing)
+
+
+def _few(risk: Risk, first: Batch, wanted: int) -> tuple[Batch, Tensor]:
+    """Some samples and their outputs."""
+    few = _gather(risk, first, wanted)
+    with torch.no_grad():
+        return few, risk.forward(few)
+
+
+def _gather(risk: Risk, first: Batch, wanted: int) -> Batch:
+    """Some samples, from several batches where one has too few."""
+    gathered = [first.part(0, wanted)]
+    if first.size < wanted:
+        shapes = [t.shape[1:] for t in tree_leaves(first.inputs) if isinstance(t, Tensor)]
+        for batch in islice(risk.batches(), 1, wanted):
+            inputs = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
+            if [t.shape[1:] for t in inputs] == shapes and alike([first, batch]):
+                gathered.append(batch.part(0, wanted))
+    return join(gathered).part(0, wanted)

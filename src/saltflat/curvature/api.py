@@ -10,11 +10,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from saltflat.curvature.blocks import Blocks, Found
-from saltflat.curvature.factors import derivatives_explained
+from saltflat.curvature.curvature import Blocks, Found
+from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.loss_hessian import derivatives_explained
 from saltflat.curvature.products import Curvature
 from saltflat.curvature.settings import Certify, Settings
-from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.losses import LossLike
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace

@@ -1,4 +1,4 @@
-"""The exact pass: Σ_i J_iᵀ B_i J_i, as traces or diagonals of its blocks, in one sweep over data.
+"""One sweep over the data: Σ_i J_iᵀ B_i J_i, as traces, diagonals or forms of its blocks.
 
 Every direction of every sample's output Hessian is sent backwards once, as activation gradients
 only; what arrives at a parameter's operation is squared there in factored form. Chunks of samples
@@ -7,17 +7,26 @@ and of directions bound the memory; their sums do not depend on where the cuts f
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from saltflat.curvature.certify import (
+from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
+from saltflat.curvature.estimators import Draw
+from saltflat.curvature.loss_hessian import Additivity, Factor, direction_count, factor
+from saltflat.curvature.per_sample import PerSample
+from saltflat.curvature.plan import (
+    GENERIC,
     Company,
+    NotCertified,
+    Plan,
+    channels_last,
     close,
     coupled,
     fast_rules,
@@ -25,19 +34,11 @@ from saltflat.curvature.certify import (
     probe,
     proof_of,
 )
-from saltflat.curvature.directions import backward, live_uses, sample_dim
-from saltflat.curvature.factors import Additivity, Factor, direction_count, factor
-from saltflat.curvature.generic import PerSample
-from saltflat.curvature.layers import Rows, Use
-from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.plan import GENERIC, NotCertified, Plan, channels_last
 from saltflat.curvature.proof import Proof
-from saltflat.curvature.quadratic import Weight
-from saltflat.curvature.quantities import CURVATURE, FISHER, Kind, reduce, shape
-from saltflat.curvature.record import Recorder
+from saltflat.curvature.recorder import Recorder
+from saltflat.curvature.rules import EmbeddingUse, LinearUse, Rows, Use
 from saltflat.curvature.settings import Settings
-from saltflat.curvature.stochastic import Draw
-from saltflat.curvature.terms import Explicit, Term, combine
+from saltflat.geometry import Matrix
 from saltflat.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -46,7 +47,170 @@ from saltflat.losses import (
     MeanSquaredError,
     divisor,
 )
+from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
+
+Kind = Literal[
+    "trace",
+    "diagonal",
+    "magnitude",
+    "columns",
+    "rows",
+    "flatness",
+    "normalized_flatness",
+    "fisher",
+]
+
+# Quadratic in the directions of the loss's Hessian …
+CURVATURE: frozenset[Kind] = frozenset(
+    {"trace", "diagonal", "magnitude", "columns", "rows", "flatness", "normalized_flatness"}
+)
+# … and in its gradient: Σ_i θ_i² (∂ℓ/∂θ_i)².
+FISHER: frozenset[Kind] = frozenset({"fisher"})
+# What every parameter has; the others belong to weight matrices.
+EVERY_PARAMETER: frozenset[Kind] = frozenset({"trace", "diagonal"})
+
+FORMS: dict[Kind, Form] = {
+    "columns": "columns",
+    "rows": "rows",
+    "flatness": "flatness",
+    "normalized_flatness": "flatness",
+}
+
+
+def shape(kind: Kind, parameter: Tensor, weight: Weight | None) -> torch.Size:
+    """The shape of a quantity of one parameter."""
+    if kind == "diagonal":
+        return parameter.shape
+    if kind in ("columns", "rows"):
+        assert weight is not None
+        side = weight.matrix.columns if kind == "columns" else weight.matrix.rows
+        return side(parameter.detach()).shape
+    return torch.Size()
+
+
+def reduce(
+    term: Term, kinds: frozenset[Kind], weight: Weight | None, sign: Tensor | None
+) -> Iterator[tuple[Kind, Tensor]]:
+    """The wanted quantities of one term; each is a sum over directions and samples.
+
+    The magnitude is Σ |s| G² beside the diagonal's Σ s G²: what the diagonal's rounding is relative
+    to. Where no term is negative it is the diagonal itself, and left out; its sum then stays 0.
+    (Of a sum in which some chunks have negative terms and some have not, at most half of what can
+    cancel is left out.)
+    """
+    if "diagonal" in kinds:
+        diagonal = term.diagonal(sign)
+        yield "diagonal", diagonal
+        if "trace" in kinds:
+            yield "trace", diagonal.sum(dtype=torch.float64)
+    elif "trace" in kinds:
+        yield "trace", term.trace(sign)
+    if "magnitude" in kinds and sign is not None:
+        yield "magnitude", term.diagonal(None)
+    for kind, form in FORMS.items():
+        if kind in kinds:
+            assert weight is not None
+            plain = kind != "normalized_flatness"
+            matrix = Weight(weight.values, weight.matrix) if plain else weight
+            yield kind, term.form(form, matrix, sign)
+    if "fisher" in kinds:
+        assert weight is not None
+        yield "fisher", (term.diagonal(sign).double() * weight.values.double().square()).sum()
+
+
+# Below this many entries a direction, on a CPU, the overhead of separate backward passes is
+# larger than what batching them costs.
+_SMALL = 300_000
+
+
+def live_uses(uses: Sequence[Use], plan: Plan, names: frozenset[str]) -> list[Use]:
+    """The uses of wanted parameters that a fast rule serves."""
+    return [use for use in uses if names & set(use.names.values()) & set(plan.dims)]
+
+
+def sample_dim(use: Use, plan: Plan) -> int:
+    return next(plan.dims[name] for name in use.names.values() if name in plan.dims)
+
+
+def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) -> list[Any]:
+    """Send directions backwards; for every use, what is to be kept of each, or None if unreached.
+
+    Small networks take all directions at once through vmap; large ones go direction by direction,
+    which is as fast there and needs less memory.
+    """
+    if not uses:
+        return []
+    edges = [use.edge for use in uses]
+    rows = [Rows(columns.shape[1], sample_dim(use, plan)) for use in uses]
+    entries = plan.activations * columns.shape[1]
+    if len(columns) > 1 and entries <= _SMALL:
+        try:
+            return _all_at_once(outputs, uses, rows, edges, columns)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+    kept: list[list[Any] | None] = [[] for _ in uses]
+    for column in columns:
+        deltas = torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
+        for k, (use, delta) in enumerate(zip(uses, deltas, strict=True)):
+            entry = kept[k]
+            if delta is None or entry is None:
+                kept[k] = None
+            else:
+                with torch.no_grad():
+                    entry.append(use.keep(delta, rows[k]))
+    return list(kept)
+
+
+def _all_at_once(
+    outputs: Tensor, uses: Sequence[Use], rows: Sequence[Rows], edges: Any, columns: Tensor
+) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        deltas = torch.autograd.grad(
+            outputs, edges, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    with torch.no_grad():
+        return [
+            None if delta is None else use.keep_all(delta, row)
+            for use, row, delta in zip(uses, rows, deltas, strict=True)
+        ]
+
+
+def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dict[str, Tensor]:
+    """The standard deviation of every input unit over samples and positions.
+
+    A unit that never changes has the size of its value instead, and one that is always 0 has 0.
+    Embeddings, whose inputs are rows looked up, and layers that no rule knows have no scale.
+    """
+    moments: dict[str, Tensor] = {}  # (3, inputs): count, Σ x, Σ x²
+    for batch in risk.batches():
+        for start in range(0, batch.size, chunk):
+            part = batch.part(start, start + chunk)
+            with Recorder(risk.parameters) as recorder:
+                risk.forward(part)
+            for use in recorder.uses:
+                name = use.names.get("weight")
+                if name in matrices and not isinstance(use, EmbeddingUse):
+                    found = _moments(use)
+                    moments[name] = moments[name] + found if name in moments else found
+    return {name: _scale(m) for name, m in moments.items()}
+
+
+def _moments(use: Use) -> Tensor:
+    x = use.input.double()
+    x = x.flatten(0, -2) if isinstance(use, LinearUse) else x.movedim(1, -1).flatten(0, -2)
+    return torch.stack([torch.full_like(x[0], len(x)), x.sum(0), x.square().sum(0)])
+
+
+def _scale(moments: Tensor) -> Tensor:
+    count, first, second = moments
+    mean = first / count
+    variance = second / count - mean.square()
+    varies = variance > 1e-12 * second / count
+    return torch.where(varies, variance.clamp(min=0).sqrt(), mean.abs())
+
 
 Requests = Mapping[str, frozenset[Kind]]  # parameter -> what is wanted of it
 Directions = tuple[frozenset[Kind], Tensor, Tensor | None]  # what for, columns, their signs

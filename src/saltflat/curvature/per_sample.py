@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from saltflat.curvature.memory import out_of_memory
-from saltflat.curvature.record import Safe
+from saltflat.curvature.recorder import Safe
+from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
 
 _ENTRIES = 1 << 24  # of the gradients that are held at a time

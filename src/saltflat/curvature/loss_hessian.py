@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 
-from saltflat.curvature.memory import ordinary
 from saltflat.errors import DataError, LossError, NoSecondDerivative
 from saltflat.losses import (
     BinaryCrossEntropy,
@@ -34,6 +33,7 @@ from saltflat.losses import (
     nodes,
     scalar,
 )
+from saltflat.memory import ordinary
 from saltflat.risk import Batch, alike, join
 
 

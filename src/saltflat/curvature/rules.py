@@ -6,7 +6,7 @@ direction), `terms` gives the per-sample gradients of the parameters, in factore
 
 Every rule relies on two things that the operation cannot know: that its rows are the samples, and
 that the parameter reaches the outputs through these calls alone. Both are checked at run time
-against autograd (see `certify`), so a rule may be wrong about a model, but never in silence.
+against autograd (see `plan`), so a rule may be wrong about a model, but never in silence.
 """
 
 from __future__ import annotations
@@ -22,11 +22,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from saltflat.curvature.contract import Each, stack
-from saltflat.curvature.layout import ConvLayout, ConvTransposeLayout, LinearLayout
-from saltflat.curvature.matrix import Matrix
-from saltflat.curvature.rank_one import Bias, Deltas, RankOne
-from saltflat.curvature.terms import Explicit, Lookup, Outer, Term
+from saltflat.curvature.contractions import (
+    Bias,
+    ConvLayout,
+    ConvTransposeLayout,
+    Deltas,
+    Each,
+    Explicit,
+    LinearLayout,
+    Lookup,
+    Outer,
+    RankOne,
+    Term,
+    stack,
+)
+from saltflat.geometry import Matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,814 @@
+"""Contractions of per-sample gradients that are sums of outer products over positions.
+
+For one direction d and one sample, the gradient of a weight is G_d = Σ_t l_{d,t} r_tᵀ, summed over
+the T positions at which the weight is used (pixels, tokens, calls). Wanted are, over directions
+and samples with signs s = ±1,
+
+    trace      Σ s ‖G_d‖²          diagonal      Σ s G_d²   (entry by entry).
+
+Writing the gradients out is one way; the others expand the squares,
+
+    ‖G‖² = Σ_{t,t'} (l_t·l_t') (r_t·r_t'),      G[o,i]² = Σ_{t,t'} (l_t l_t')[o] (r_t r_t')[i],
+
+and are cheaper where T is small. The cheapest way is taken, and checked: where the positions'
+gradients l_t r_tᵀ nearly cancel each other (inputs with a large common offset, deltas that add up
+to 0), the expansion adds large terms of both signs. Let S be its terms with t = t'. All its terms
+together are at most T S in size (Cauchy–Schwarz); their rounding leaves an error of the order of
+ε S in ‖G‖², that of G itself one of 2 ε sqrt(S) ‖G‖. So where S exceeds 8 ‖G‖² the expansion is
+given up, for single samples of a trace and for single rows and columns of a diagonal: scaling a
+unit scales both sides alike.
+
+Shapes: `left[d]` is (n, g, a, T), `right` is (n, g, b, T) with g groups; `sign` is (D, n) or None.
+
+**Terms** hold a parameter's per-sample gradients at one use in the form that is cheap to square:
+of D directions and n samples, shape (D, n, *parameter.shape). `gradient()` writes them out; `trace`
+and `diagonal` avoid that where they can.
+
+**Layouts.** In factored form a weight is (g, a, b): g groups of matrices whose rows meet what
+arrives at the layer's output (`left`) and whose columns meet the layer's input (`right`). A layout
+turns (…, g, a, b) into the parameter's own shape and back, and sums over kernel positions.
+
+**Forms.** Quadratic forms of a layer's curvature that need its weight W beside its gradients G_d.
+
+    columns    ρ(j) = Σ s (Σ_{o,k} G_d[o,j,k] W[o,j,k])²     one an input unit j
+    rows              Σ s (Σ_{j,k} G_d[o,j,k] W[o,j,k])²     one an output unit o
+    flatness          Σ s ‖Wᵀ G_d‖²_F                        one number
+
+summed over directions d and samples, with signs s = ±1 (Petzka et al. 2019 and 2021). With
+G_d = Σ_t l_{d,t} r_tᵀ none of them needs G itself: all that is needed are Wᵀ l_{d,t} and W r_t.
+Here `weight` is (g, a, b).
+
+**Rank one.** For a Linear with one row a sample every gradient is G_d = δ_d xᵀ, and nothing needs
+it written out:
+
+    trace      Σ s ‖G_d‖²      = Σ_n ‖x‖² Σ_d s ‖δ_d‖²
+    diagonal   Σ s G_d²        = Σ_n (Σ_d s δ_d²) (x²)ᵀ
+    columns    Σ s (Wᵀδ_d ∘ x)² = Σ_n x² ∘ Σ_d s (Wᵀδ_d)²
+    rows       Σ s (δ_d ∘ Wx)²  = Σ_n (Wx)² ∘ Σ_d s δ_d²
+    flatness   Σ s ‖WᵀG_d‖²    = Σ_n ‖x‖² Σ_d s ‖Wᵀδ_d‖²
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from saltflat.geometry import Matrix
+
+
+class Layout(ABC):
+    """Frozen, so that equal layouts compare equal: their positions can be put side by side."""
+
+    @property
+    @abstractmethod
+    def matrix(self) -> Matrix:
+        """The layout of the parameter itself."""
+
+    @abstractmethod
+    def assemble(self, factored: Tensor) -> Tensor:
+        """(…, g, a, b) as (…, *shape of the parameter)."""
+
+    @abstractmethod
+    def factored(self, weight: Tensor) -> Tensor:
+        """The parameter's shape as (g, a, b)."""
+
+    def inputs(self, values: Tensor) -> Tensor:
+        """(…, g, b), summed over kernel positions: (…, input units)."""
+        return values.flatten(-2)
+
+    def outputs(self, values: Tensor) -> Tensor:
+        """(…, g, a), summed over kernel positions: (…, output units)."""
+        return values.flatten(-2)
+
+    def spread(self, units: Tensor) -> Tensor:
+        """One value an input unit as (g, b), repeated over kernel positions."""
+        return units.reshape(self.matrix.groups, -1)
+
+    @property
+    def rows_are_units(self) -> bool:
+        """Whether each of the a rows is one output unit."""
+        return True
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LinearLayout(Layout):
+    """(1, out, in), stored as it is or transposed."""
+
+    transposed: bool = False
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(out=1 if self.transposed else 0)
+
+    def assemble(self, factored: Tensor) -> Tensor:
+        square = factored.squeeze(-3)
+        return square.mT if self.transposed else square
+
+    def factored(self, weight: Tensor) -> Tensor:
+        return (weight.mT if self.transposed else weight).unsqueeze(0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ConvLayout(Layout):
+    """(g, out/g, in/g · kernel); with channels last (1, out, kernel · in)."""
+
+    kernel: tuple[int, ...]
+    groups: int
+    last: bool = False
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(groups=self.groups)
+
+    def assemble(self, factored: Tensor) -> Tensor:
+        if not self.last:
+            return torch.unflatten(factored.flatten(-3, -2), -1, (-1, *self.kernel))
+        split = torch.unflatten(factored.squeeze(-3), -1, (*self.kernel, -1))
+        return split.movedim(-1, -1 - len(self.kernel))
+
+    def factored(self, weight: Tensor) -> Tensor:
+        if not self.last:
+            return weight.reshape(self.groups, len(weight) // self.groups, -1)
+        return weight.movedim(1, -1).reshape(1, len(weight), -1)
+
+    def inputs(self, values: Tensor) -> Tensor:
+        taps = prod(self.kernel)
+        if self.last:
+            return torch.unflatten(values.squeeze(-2), -1, (taps, -1)).sum(-2)
+        return torch.unflatten(values, -1, (-1, taps)).sum(-1).flatten(-2)
+
+    def spread(self, units: Tensor) -> Tensor:
+        taps = prod(self.kernel)
+        if self.last:
+            return units.repeat(taps).unsqueeze(0)
+        return units.repeat_interleave(taps).reshape(self.groups, -1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ConvTransposeLayout(Layout):
+    """(g, out/g · kernel, in/g)."""
+
+    kernel: tuple[int, ...]
+    groups: int
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(out=1, groups=self.groups)
+
+    def assemble(self, factored: Tensor) -> Tensor:
+        return torch.unflatten(factored.mT.flatten(-3, -2), -1, (-1, *self.kernel))
+
+    def factored(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.groups, len(weight) // self.groups, -1).mT
+
+    def outputs(self, values: Tensor) -> Tensor:
+        return torch.unflatten(values, -1, (-1, prod(self.kernel))).sum(-1).flatten(-2)
+
+    @property
+    def rows_are_units(self) -> bool:
+        return False
+
+
+# One tensor a direction, or all of them stacked.
+Each = Sequence[Tensor] | Tensor
+
+# Entries of the temporaries: small enough for a CPU's cache, large enough to feed a GPU.
+_CPU_BLOCK = 1 << 20
+_GPU_BLOCK = 1 << 28
+
+# How much larger than the sum of an expanded square its terms with t = t' may be.
+CANCELLATION = 8.0
+
+
+def outer_trace(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+    """Σ s ‖G_d‖² over directions and samples, as a float64 scalar."""
+    _, _, a, positions = left[0].shape
+    b, directions = right.shape[2], len(left)
+    if positions * (directions * a + b) >= directions * a * b:
+        return _trace_gradient(left, right, sign)
+    if sign is None:
+        return _trace_gram(left, right)
+    return _trace_gram(_only(left, sign > 0), right) - _trace_gram(_only(left, sign < 0), right)
+
+
+def outer_diagonal(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+    """Σ s G_d² over directions and samples, shape (g, a, b)."""
+    positions = right.shape[3]
+    # The sum over directions first costs T(T+1)/2 products an entry instead of D·T, and leaves
+    # one large product instead of n·D small ones whose results must each be squared.
+    if positions + 1 > 3 * len(left):
+        return _diagonal_gradient(left, right, sign)
+    if sign is None:
+        return _diagonal_pairs(left, right)
+    up, down = _only(left, sign > 0), _only(left, sign < 0)
+    return _diagonal_pairs(up, right) - _diagonal_pairs(down, right)
+
+
+def outer_gradient(left: Tensor, right: Tensor) -> Tensor:
+    """Σ G over samples for one direction, shape (g, a, b)."""
+    _, groups, a, _ = left.shape
+    outer = left.permute(1, 2, 0, 3).reshape(groups, a, -1)
+    inner = right.permute(1, 0, 3, 2).reshape(groups, -1, right.shape[2])
+    return outer @ inner
+
+
+def stack(each: Each) -> Tensor:
+    """All directions as one tensor (D, …)."""
+    return each if isinstance(each, Tensor) else torch.stack(list(each))
+
+
+def squares_by_gram(
+    parts: Sequence[Tensor], inner: Tensor, cancellation: float = CANCELLATION
+) -> Tensor:
+    """Σ_d ‖G_d‖² of m matrices by `gram_squares`, once more where too many digits cancel: in
+    float64, or from the gradients if it was that already."""
+    squares, lost = gram_squares(parts, inner, inner.mT @ inner, cancellation)
+    if not bool(lost.any()):
+        return squares
+    parts, inner = [part[lost] for part in parts], inner[lost]
+    if inner.dtype != torch.float64:
+        room = wide_cancellation(inner.dtype, cancellation)
+        again = squares_by_gram([part.double() for part in parts], inner.double(), room)
+    else:
+        gradients = (part @ inner.mT for part in parts)
+        norms = [torch.linalg.vector_norm(each, dim=(1, 2)) for each in gradients]
+        again = torch.stack(norms).square().sum(0)
+    squares[lost] = again.to(squares)
+    return squares
+
+
+def gram_squares(
+    parts: Sequence[Tensor], inner: Tensor, gram: Tensor, cancellation: float = CANCELLATION
+) -> tuple[Tensor, Tensor]:
+    """Σ_d ‖G_d‖² = Σ_{t,t'} (Σ_d l_t·l_t') (r_t·r_t') of m matrices, and where it is lost.
+
+    `parts[d]` is (m, a, T), `inner` (m, b, T) and `gram` its r_t·r_t'.
+    """
+    terms = torch.zeros_like(gram)
+    for part in parts:
+        terms.baddbmm_(part.mT, part)
+    terms.mul_(gram)
+    squares = terms.sum((1, 2))
+    alone = squares if inner.shape[2] == 1 else terms.diagonal(dim1=1, dim2=2).sum(1)
+    return squares, ~(alone <= cancellation * squares)  # also where large terms make it NaN
+
+
+def wide_cancellation(dtype: torch.dtype, cancellation: float = CANCELLATION) -> float:
+    """How much may cancel in float64 before fewer digits are left than `dtype` holds."""
+    return cancellation * torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+
+
+def _trace_gram(left: Each, right: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=right.device)
+    positions = right.shape[3]
+    for rows in row_blocks(right, positions * positions):
+        parts = [flat(delta[rows]) for delta in left]
+        total += squares_by_gram(parts, flat(right[rows])).sum(dtype=torch.float64)
+    return total
+
+
+def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=right.device)
+    for d, rows, gradient in _gradients(left, right):
+        squares = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
+        if sign is not None:
+            squares = squares * _per_row(sign[d, rows], right.shape[1]).flatten()
+        total += squares.sum(dtype=torch.float64)
+    return total
+
+
+def _diagonal_pairs(left: Each, right: Tensor) -> Tensor:
+    """Σ_{t≤t'} (Σ_d l_t l_t') (r_t r_t'), off-diagonal pairs twice."""
+    groups, b, positions = right.shape[1:]
+    a = left[0].shape[2]
+    first, second = torch.triu_indices(positions, positions, device=right.device)
+    twice = torch.where(first == second, 1.0, 2.0).to(right)
+    result = right.new_zeros(groups, a, b)
+    for rows in row_blocks(right, len(first) * (b + a)):
+        pairs: Tensor | None = None
+        for delta in left:
+            part = delta[rows]
+            product = part[..., first] * part[..., second]
+            pairs = product if pairs is None else pairs.add_(product)
+        assert pairs is not None
+        inner = right[rows][..., first] * right[rows][..., second] * twice
+        result.baddbmm_(_side_by_side(pairs), _side_by_side(inner).mT)
+    if positions > 1:
+        lost = _lost_lines(result, left, right)
+        _write_again(result.clamp_(min=0), *lost, left, right)
+    return result
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(n, g, a, p) as (g, a, n·p)."""
+    return x.permute(1, 2, 0, 3).flatten(2)
+
+
+def _lost_lines(result: Tensor, left: Each, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows (a) and columns (b) of a diagonal by pairs in which too many digits cancel."""
+    outer = left[0].square()
+    for delta in left[1:]:
+        outer.addcmul_(delta, delta)
+    inner = right.square()
+    rows = torch.einsum("ngat,ngt->ga", outer, inner.sum(2))
+    columns = torch.einsum("ngt,ngbt->gb", outer.sum(2), inner)
+    sound = rows <= CANCELLATION * result.sum(2), columns <= CANCELLATION * result.sum(1)
+    return ~sound[0].all(0), ~sound[1].all(0)
+
+
+def _write_again(
+    result: Tensor, lost_rows: Tensor, lost_columns: Tensor, left: Each, right: Tensor
+) -> None:
+    """Some rows (a) and columns (b) of a diagonal once more, from the gradients."""
+    rows, columns = lost_rows.nonzero()[:, 0], lost_columns.nonzero()[:, 0]
+    if len(columns):
+        result[:, :, columns] = _diagonal_gradient(left, right.index_select(2, columns), None)
+    if len(rows) and len(columns) < len(lost_columns):
+        chosen = [delta.index_select(2, rows) for delta in left]
+        result[:, rows] = _diagonal_gradient(chosen, right, None)
+
+
+def _diagonal_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+    _, groups, b, _ = right.shape
+    a = left[0].shape[2]
+    result = right.new_zeros(groups, a, b)
+    for d, rows, gradient in _gradients(left, right):
+        each = torch.unflatten(gradient, 0, (-1, groups))
+        if sign is None:
+            result += each.square_().sum(0)
+        else:
+            result += (each.square_() * sign[d, rows, None, None, None]).sum(0)
+    return result
+
+
+def _gradients(left: Each, right: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+    """Per-sample gradients (rows·g, a, b), a direction and a block of samples at a time."""
+    for rows in row_blocks(right, left[0].shape[2] * right.shape[2]):
+        inner = flat(right[rows]).mT
+        for d, delta in enumerate(left):
+            yield d, rows, torch.bmm(flat(delta[rows]), inner)
+
+
+def _only(left: Each, chosen: Tensor) -> list[Tensor]:
+    """The deltas with 0 for every direction and sample that is not chosen, (D, n)."""
+    return [delta * chosen[d, :, None, None, None] for d, delta in enumerate(left)]
+
+
+def flat(x: Tensor) -> Tensor:
+    """(n, g, a, T) as a batch of matrices."""
+    return x.flatten(0, 1) if x.shape[1] > 1 else x[:, 0]
+
+
+def _per_row(sign: Tensor, groups: int) -> Tensor:
+    return sign.repeat_interleave(groups)[:, None, None]
+
+
+def row_blocks(right: Tensor, entries: int) -> Iterator[slice]:
+    """Slices of samples whose temporaries stay within the block size."""
+    n, groups = right.shape[:2]
+    block = _CPU_BLOCK if right.device.type == "cpu" else _GPU_BLOCK
+    step = max(1, block // max(1, groups * entries))
+    for start in range(0, n, step):
+        yield slice(start, min(n, start + step))
+
+
+Form = Literal["columns", "rows", "flatness"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as a matrix; `scale` (one an input unit) divides the features for `flatness`."""
+
+    values: Tensor
+    matrix: Matrix
+    scale: Tensor | None = None
+
+
+def signed(values: Tensor, sign: Tensor | None) -> Tensor:
+    """values[n, …] times sign[n]."""
+    return values if sign is None else values * sign.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def written_out(gradient: Tensor, weight: Weight, sign: Tensor | None, form: Form) -> Tensor:
+    """A form of gradients (D, n, *shape), as they stand."""
+    lead = gradient.shape[:2].numel()
+    each = gradient.flatten(0, 1)
+    flat_sign = None if sign is None else sign.reshape(lead)
+    matrix = weight.matrix
+    if form == "flatness":
+        return signed(_flatness(each, weight), flat_sign).sum(dtype=torch.float64)
+    sums = matrix.columns if form == "columns" else matrix.rows
+    return signed(sums(each * weight.values, 1).double().square(), flat_sign).sum(0)
+
+
+def _flatness(gradient: Tensor, weight: Weight) -> Tensor:
+    """‖Wᵀ G‖² of each of (m, *shape)."""
+    g, w = weight.matrix.grouped(gradient, 1), weight.matrix.grouped(weight.values)
+    if weight.scale is not None:
+        scale = weight.scale.reshape(w.shape[0], 1, w.shape[2], 1)
+        g, w = divide(g, scale), w * scale
+    g, w = g.flatten(-2), w.flatten(-2)
+    root = triangle(w, len(g) * g.shape[-1])
+    return (root @ g.to(root.dtype)).square_().sum((1, 2, 3))
+
+
+def triangle(w: Tensor, count: int) -> Tensor:
+    """A matrix R, (…, k, a), with ‖R v‖ = ‖Wᵀ v‖: Wᵀ itself, or the triangle of Wᵀ = Q R.
+
+    `count` is of how many vectors v: the triangle is for many, and for W of far more columns than
+    rows. It is in float64, as its rounding would be the same for all v and not average out.
+    (vᵀ (W Wᵀ) v would cost as much and lose twice the digits: it may even be negative.)
+    """
+    a, b = w.shape[-2:]
+    if count * (b - 2 * a) <= 4 * a * b:
+        return w.mT
+    upper: Tensor = torch.linalg.qr(w.mT.double(), mode="r").R
+    return upper
+
+
+def divide(values: Tensor, scale: Tensor) -> Tensor:
+    """values / scale, 0 where the scale is 0: a unit that is always 0 carries nothing."""
+    return torch.where(scale > 0, values / torch.where(scale > 0, scale, 1.0), 0.0)
+
+
+def factored(
+    left: Each, right: Tensor, layout: Layout, weight: Weight, sign: Tensor | None, form: Form
+) -> Tensor:
+    """A form of gradients that are sums of outer products."""
+    w = layout.factored(weight.values)
+    if form == "rows":
+        return _rows(left, right, layout, w, sign)
+    if form == "columns":
+        return _columns(left, right, layout, w, sign)
+    if weight.scale is not None:
+        spread = layout.spread(weight.scale)
+        w, right = w * spread[:, None], divide(right, spread[..., None])
+    return _flat(left, right, w, sign)
+
+
+def _rows(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None) -> Tensor:
+    parts = []
+    a, positions = left[0].shape[2:]
+    for rows in row_blocks(right, positions * (2 * a + right.shape[2])):
+        outputs = w @ right[rows]
+        for d, delta in enumerate(left):
+            sums = layout.outputs((delta[rows] * outputs).sum(3))
+            part = None if sign is None else sign[d, rows]
+            parts.append(signed(sums.double().square(), part).sum(0))
+    return torch.stack(parts).sum(0)
+
+
+def _columns(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None) -> Tensor:
+    """Σ_o W G of every column, from the gradients or from Wᵀ l: whichever is smaller."""
+    parts = []
+    a, positions = left[0].shape[2:]
+    b = right.shape[2]
+    for rows in row_blocks(right, 2 * b * min(a, positions)):
+        inner = right[rows]
+        for d, delta in enumerate(left):
+            if a <= positions:
+                sums = (delta[rows] @ inner.mT).mul_(w).sum(2)
+            else:
+                sums = (w.mT @ delta[rows]).mul_(inner).sum(3)
+            part = None if sign is None else sign[d, rows]
+            parts.append(signed(layout.inputs(sums).double().square(), part).sum(0))
+    return torch.stack(parts).sum(0)
+
+
+def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
+    """By Gram matrices of positions, or by the gradients: whichever is smaller."""
+    total = torch.zeros((), dtype=torch.float64, device=right.device)
+    a, positions = left[0].shape[2:]
+    b = right.shape[2]
+    by_gram = positions <= a
+    norms = _norms_by_gram if by_gram else _norms_by_gradient
+    each = positions * (b + positions) if by_gram else a * b
+    root = triangle(w, len(left) * len(right) * (positions if by_gram else b))
+    for rows in row_blocks(right, 2 * each):
+        deltas = (delta[rows] for delta in left)
+        for d, values in enumerate(norms(deltas, right[rows], root)):
+            part = None if sign is None else sign[d, rows]
+            total += signed(values.double(), part).sum()
+    return total
+
+
+def _norms_by_gram(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
+    """‖Wᵀ G_d‖² = Σ_{t,t'} (R l_t · R l_t') (r_t · r_t') of every sample."""
+    inner, groups = flat(right), right.shape[:2]
+    gram = inner.mT @ inner
+    for delta in deltas:
+        pulled = (root @ delta.to(root.dtype)).to(right.dtype)
+        squares, lost = (v.reshape(groups) for v in gram_squares([flat(pulled)], inner, gram))
+        if bool(lost.any()):
+            rows = lost.any(1)
+            squares[rows] = _squares_again(delta[rows], right[rows], root).to(squares)
+        yield squares.sum(1)
+
+
+def _squares_again(delta: Tensor, right: Tensor, root: Tensor) -> Tensor:
+    """The same in float64, R l_t included: its rounding would not average out; (n, g)."""
+    pulled = flat(root.double() @ delta.double())
+    room = wide_cancellation(right.dtype)
+    return squares_by_gram([pulled], flat(right.double()), room).reshape(right.shape[:2])
+
+
+def _norms_by_gradient(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
+    """‖Wᵀ G_d‖² = ‖R G_d‖² of every sample."""
+    for delta in deltas:
+        yield (root @ (delta @ right.mT).to(root.dtype)).square_().sum((1, 2, 3))
+
+
+class Term(ABC):
+    """Gradients of one parameter, for D directions and n samples."""
+
+    @abstractmethod
+    def gradient(self) -> Tensor:
+        """The gradients themselves, (D, n, *shape)."""
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Σ_i weights[i] · G of the first direction, of the parameter's shape."""
+        gradient = self.gradient()[0]
+        summed = weights.to(gradient) @ gradient.reshape(len(gradient), -1)
+        return summed.reshape(gradient.shape[1:])
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        """Σ s ‖G‖², a float64 scalar; `sign` is (D, n) or None."""
+        return self.diagonal(sign).sum(dtype=torch.float64)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        """Σ s G², of the parameter's shape."""
+        squares = self.gradient().square()
+        if sign is not None:
+            squares = squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))
+        return squares.sum((0, 1))
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        """A quadratic form of the gradients and the weight, in float64."""
+        return written_out(self.gradient(), weight, sign, form)
+
+    def outer(self) -> Outer | None:
+        """The same gradients as sums of outer products, if they are."""
+        return None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Explicit(Term):
+    """Gradients written out: biases, normalisation parameters, anything small."""
+
+    values: Tensor
+
+    def gradient(self) -> Tensor:
+        return self.values
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        flat = self.values.reshape(*self.values.shape[:2], -1)
+        norms: Tensor = torch.linalg.vector_norm(flat, dim=2)
+        squares = norms.double().square()  # one a direction and sample, added up in float64
+        return (squares if sign is None else squares * sign).sum()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outer(Term):
+    """Σ_t l_t r_tᵀ in groups; `layout` turns (…, g, a, b) into the parameter's shape."""
+
+    left: Each
+    right: Tensor
+    layout: Layout
+
+    def outer(self) -> Outer:
+        return self
+
+    def gradient(self) -> Tensor:
+        inner = self.right.mT
+        return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        left = self.left[0] * weights.to(self.right)[:, None, None, None]
+        return self.layout.assemble(outer_gradient(left, self.right))
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        return outer_trace(self.left, self.right, sign)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        return self.layout.assemble(outer_diagonal(self.left, self.right, sign))
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        if form == "flatness" and not self.layout.rows_are_units:
+            return written_out(self.gradient(), weight, sign, form)
+        return factored(self.left, self.right, self.layout, weight, sign, form)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lookup(Term):
+    """Rows of an embedding: `index` is (n, T), −1 where nothing flows; `deltas[d]` is (n, T, d)."""
+
+    index: Tensor
+    deltas: Sequence[Tensor]
+    rows: int
+
+    def gradient(self) -> Tensor:
+        kept = (self.index >= 0).unsqueeze(-1)
+        at = self.index.clamp(min=0).unsqueeze(-1)
+        written = []
+        for delta in self.deltas:
+            rows = delta.new_zeros(len(delta), self.rows, delta.shape[-1])
+            written.append(rows.scatter_add_(1, at.expand_as(delta), delta * kept))
+        return torch.stack(written)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        kept = (self.index >= 0).unsqueeze(-1)
+        rows = (self.deltas[0] * kept * weights[:, None, None]).flatten(0, 1)
+        result = rows.new_zeros(self.rows, rows.shape[-1])
+        return result.index_add_(0, self.index.clamp(min=0).flatten(), rows)
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        return self._squares(sign).sum(dtype=torch.float64)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        squares = self._squares(sign).flatten(0, 1)
+        result = squares.new_zeros(self.rows, squares.shape[-1])
+        return result.index_add_(0, self.index.clamp(min=0).flatten(), squares)
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        """The table is a matrix whose input units are its rows."""
+        rows = weight.values[self.index.clamp(min=0)]
+        if weight.scale is not None:
+            return written_out(self.gradient(), weight, sign, form)
+        width = self.rows if form == "columns" else rows.shape[-1] if form == "rows" else 1
+        total = rows.new_zeros(width, dtype=torch.float64)
+        root = rows
+        if form == "flatness":
+            root = triangle(weight.values.mT, len(self.deltas) * self.index.numel())
+        for d, delta in enumerate(self._distinct()):
+            part = None if sign is None else sign[d]
+            if form == "columns":
+                sums = signed((delta * rows).sum(2).double().square(), part)
+                total.index_add_(0, self.index.clamp(min=0).flatten(), sums.flatten())
+            elif form == "rows":
+                total += signed((delta * rows).sum(1).double().square(), part).sum(0)
+            else:
+                pulled = delta.to(root.dtype) @ root.mT
+                total += signed(pulled.square_().sum(2).double(), part).sum()
+        return total if form != "flatness" else total[0]
+
+    def _distinct(self) -> Iterator[Tensor]:
+        """Deltas added up at the first position of every distinct row of a sample, 0 elsewhere."""
+        same = (self.index.unsqueeze(2) == self.index.unsqueeze(1)).int()
+        first = same.argmax(dim=2).unsqueeze(-1)
+        kept = (self.index >= 0).unsqueeze(-1)
+        for delta in self.deltas:
+            yield torch.zeros_like(delta).scatter_add_(1, first.expand_as(delta), delta * kept)
+
+    def _squares(self, sign: Tensor | None) -> Tensor:
+        """Σ_d s G² at the first position of every distinct row of a sample, 0 elsewhere."""
+        total = torch.zeros_like(self.deltas[0])
+        for d, rows in enumerate(self._distinct()):
+            squares = rows.square_()
+            total += squares if sign is None else squares * sign[d, :, None, None]
+        return total
+
+
+def combine(terms: Sequence[Term]) -> Term:
+    """One term for a parameter that is used several times: its gradients add up."""
+    if len(terms) == 1:
+        return terms[0]
+    outer = [t for t in (term.outer() for term in terms) if t is not None]
+    if len(outer) == len(terms) and len({t.layout for t in outer}) == 1:
+        directions = range(len(outer[0].left))
+        left = [torch.cat([t.left[d] for t in outer], dim=3) for d in directions]
+        right = torch.cat([t.right for t in outer], dim=3)
+        return Outer(left, right, outer[0].layout)
+    gradient = terms[0].gradient()
+    for term in terms[1:]:
+        gradient = gradient + term.gradient()
+    return Explicit(gradient)
+
+
+@final
+class Deltas:
+    """What arrived at one operation, (D, n, a), squared once for its weight and its bias."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._squares: dict[bool, Tensor] = {}  # without signs, and with them
+        self._norms: dict[bool, Tensor] = {}
+
+    def squares(self, sign: Tensor | None) -> Tensor:
+        """Σ_d s δ_d², (n, a); `sign` is (D, n), the same in every call that has one, or None."""
+        key = sign is not None
+        if key not in self._squares:
+            self._squares[key] = _weighted(self.values.square(), sign)
+        return self._squares[key]
+
+    def norms(self, sign: Tensor | None) -> Tensor:
+        """Σ_d s ‖δ_d‖², (n,), without writing the squares out."""
+        key = sign is not None
+        if key not in self._norms:
+            self._norms[key] = _weighted(_squared_norms(self.values), sign)
+        return self._norms[key]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bias(Term):
+    """The gradients are the deltas themselves."""
+
+    deltas: Deltas
+
+    def gradient(self) -> Tensor:
+        return self.deltas.values
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        return self.deltas.squares(sign).sum(0)
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        return self.deltas.norms(sign).sum(dtype=torch.float64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankOne(Term):
+    """δ_d xᵀ: `inputs` is (n, b)."""
+
+    deltas: Deltas
+    inputs: Tensor
+    layout: LinearLayout
+
+    def outer(self) -> Outer:
+        """The same with an axis of positions, to be put beside other uses of the weight."""
+        return Outer(
+            self.deltas.values[:, :, None, :, None], self.inputs[:, None, :, None], self.layout
+        )
+
+    def gradient(self) -> Tensor:
+        return self.outer().gradient()
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        left = self.deltas.values[0] * weights.to(self.inputs)[:, None]
+        return self._assemble(left.mT @ self.inputs)
+
+    def trace(self, sign: Tensor | None) -> Tensor:
+        return (self.deltas.norms(sign) * _squared_norms(self.inputs)).sum(dtype=torch.float64)
+
+    def diagonal(self, sign: Tensor | None) -> Tensor:
+        squares = self.deltas.squares(sign)
+        result = self.inputs.new_zeros(squares.shape[1], self.inputs.shape[1])
+        for rows in self._blocks(self.inputs.shape[1]):
+            result.addmm_(squares[rows].mT, self.inputs[rows].square())
+        return self._assemble(result)
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+        (w,) = self.layout.factored(weight.values)
+        if form == "rows":
+            outputs: Tensor = (self.inputs @ w.mT).square_()
+            return outputs.mul_(self.deltas.squares(sign)).sum(0, dtype=torch.float64)
+        if form == "columns":
+            return self._columns(w, sign)
+        inputs = self.inputs
+        if weight.scale is not None:
+            w, inputs = w * weight.scale, divide(inputs, weight.scale)
+        root = triangle(w, self.deltas.values.shape[:2].numel())
+        pulled = self.deltas.values.to(root.dtype) @ root.mT
+        each = _weighted(_squared_norms(pulled), sign)
+        return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
+
+    def _columns(self, w: Tensor, sign: Tensor | None) -> Tensor:
+        deltas = self.deltas.values
+        total = torch.zeros(w.shape[1], dtype=torch.float64, device=w.device)
+        for rows in self._blocks(len(deltas) * w.shape[1]):
+            part = None if sign is None else sign[:, rows]
+            pulled = _weighted((deltas[:, rows] @ w).square_(), part)
+            total += pulled.mul_(self.inputs[rows].square()).sum(0, dtype=torch.float64)
+        return total
+
+    def _assemble(self, matrix: Tensor) -> Tensor:
+        return self.layout.assemble(matrix.unsqueeze(0))
+
+    def _blocks(self, entries: int) -> Iterator[slice]:
+        """Rows at a time: a quarter of the usual block, whose squares stay in a CPU's cache."""
+        return row_blocks(self.inputs.unsqueeze(1), 4 * entries)
+
+
+def _squared_norms(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norms.square_()
+
+
+def _weighted(squares: Tensor, sign: Tensor | None) -> Tensor:
+    """Σ_d s_{d,n} squares[d, n, …]."""
+    if sign is None:
+        return squares.sum(0)
+    return (squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))).sum(0)
