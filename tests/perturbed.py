@@ -13,8 +13,9 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from saltflat.curvature.curvature import Layer
 from saltflat.geometry import Matrix
-from saltflat.measures.base import Context, Layer, Measure
+from saltflat.measures.base import Context, Measure
 from saltflat.risk import Risk
 
 Data = tuple[Tensor, Tensor]

@@ -27,13 +27,16 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.curvature.contractions import Form, Weight
+from saltflat.curvature.curvature import Layer
 from saltflat.curvature.estimators import (
     Estimate,
     Hutchinson,
+    Quantity,
     combined_degrees,
     degrees_of_freedom,
     estimate_form,
     group_sizes,
+    mean_error,
 )
 from saltflat.curvature.sweep import Kind
 from saltflat.geometry import Matrix
@@ -49,7 +52,7 @@ from saltflat.measures import (
     Rho,
     SamSharpness,
 )
-from saltflat.measures.base import Context, Layer, Measure, Quantity, mean_error
+from saltflat.measures.base import Context, Measure
 from saltflat.measures.cross_fit import FOLDS, Line, cross_fit
 
 LEAST, USUAL = 4, Hutchinson().probes

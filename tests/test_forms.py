@@ -9,7 +9,7 @@ from dense import gradient
 from torch import Tensor, nn
 from units import Units, matrices, units
 
-from saltflat.curvature.curvature import Blocks, Found
+from saltflat.curvature.curvature import Curvature, Found
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.sweep import Kind
@@ -22,7 +22,8 @@ def found_for(case: Case, kinds: frozenset[Kind] = FORMS, probes: int = 20, **se
     risk = Risk(case.model(), case.data(), case.loss)
     with risk.session():
         strategy = Hutchinson(probes)
-        return Blocks(risk, kinds, "hessian", strategy, Settings(**settings), groups=5).find()
+        whole = Curvature(risk, "hessian", strategy, Settings(**settings))
+        return whole.find(kinds, groups=5)
 
 
 def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dict[str, Tensor]]:

@@ -12,7 +12,8 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.curvature import Blocks
+from saltflat.curvature.curvature import Curvature
+from saltflat.curvature.sweep import Kind
 from saltflat.errors import MissingDependency, NoSecondDerivative
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
@@ -118,12 +119,12 @@ def test_what_has_no_derivative_at_all_is_an_error_of_ours() -> None:
 
 
 def fails_with(error: Exception) -> Any:
-    def find(self: Blocks) -> Any:
-        if self.kinds & {"diagonal"}:
+    def find(self: Curvature, kinds: frozenset[Kind], groups: int = 0) -> Any:
+        if "diagonal" in kinds:
             raise error
-        return found(self)
+        return found(self, kinds, groups)
 
-    found = Blocks.find
+    found = Curvature.find
     return find
 
 
@@ -142,7 +143,7 @@ def fails_with(error: Exception) -> Any:
 def test_a_sweep_that_fails_for_one_kind(error: Exception, words: str, monkeypatch) -> None:
     """What needs no diagonal is what it is without the failure."""
     plain = sf.measure(CASE.model(), (X, Y))
-    monkeypatch.setattr(Blocks, "find", fails_with(error))
+    monkeypatch.setattr(Curvature, "find", fails_with(error))
     report = sf.measure(CASE.model(), (X, Y))
     lost = {"normalized_sharpness", "neuronwise_minimum_sharpness"}
     assert lost <= set(report.skipped)
@@ -157,14 +158,14 @@ def test_a_sweep_that_fails_for_one_kind(error: Exception, words: str, monkeypat
 def test_a_sweep_that_fails_once_is_not_tried_again(monkeypatch) -> None:
     tried = []
 
-    def find(self: Blocks) -> Any:
-        tried.append(self.kinds)
-        if self.kinds:
+    def find(self: Curvature, kinds: frozenset[Kind], groups: int = 0) -> Any:
+        tried.append(kinds)
+        if kinds:
             raise NoSecondDerivative("There is none.")
-        return found(self)
+        return found(self, kinds, groups)
 
-    found = Blocks.find
-    monkeypatch.setattr(Blocks, "find", find)
+    found = Curvature.find
+    monkeypatch.setattr(Curvature, "find", find)
     sf.measure(CASE.model(), (X, Y))
     assert len(tried) == len(set(tried))
 

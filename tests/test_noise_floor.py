@@ -30,9 +30,10 @@ from saltflat.curvature.contractions import (
     RankOne,
     Term,
 )
+from saltflat.curvature.curvature import Layer
 from saltflat.curvature.sweep import reduce
 from saltflat.geometry import Matrix
-from saltflat.measures.base import Context, Layer, Measure
+from saltflat.measures.base import Context, Measure
 from saltflat.measures.normalized_sharpness import balance_layer
 
 

@@ -17,7 +17,7 @@ from saltflat.audit.values import Function, Panel
 from saltflat.audit.verdict import Reading, Tolerances
 from saltflat.curvature.api import checked_settings
 from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.products import Curvature
+from saltflat.curvature.products import MatrixName
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measures import MEASURES
@@ -45,7 +45,7 @@ def audit(
     elements: int = 3,
     spread: float = 1e3,
     tolerances: Tolerances | None = None,
-    curvature: Curvature = "hessian",
+    curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
     max_directions: int = 1000,

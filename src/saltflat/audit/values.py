@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.audit.verdict import Reading
+from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.products import Curvature
+from saltflat.curvature.products import MatrixName
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.sweep import Kind as Quantity
 from saltflat.errors import InvalidType
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure
-from saltflat.measures.engine import CurvatureEngine
 from saltflat.measures.planner import attempt, kinds_of, shared_quantities
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState
@@ -41,7 +41,7 @@ class Panel:
     measures: Sequence[Measure]
     functions: Mapping[str, Function]
     group: Group
-    curvature: Curvature
+    curvature: MatrixName
     estimator: Hutchinson
     settings: Settings
     unpack: Unpack | None
@@ -65,7 +65,7 @@ class Panel:
             unpack=self.unpack,
             output=self.output,
         )
-        engine = CurvatureEngine(risk, self.curvature, self.estimator, self.settings, self.seed)
+        engine = Curvature(risk, self.curvature, self.estimator, self.settings, self.seed)
         found: dict[str, Reading | str] = {}
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

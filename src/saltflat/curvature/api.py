@@ -10,10 +10,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from saltflat.curvature.curvature import Blocks, Found
+from saltflat.curvature.curvature import Curvature, Found
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.loss_hessian import derivatives_explained
-from saltflat.curvature.products import Curvature
+from saltflat.curvature.products import MatrixName
 from saltflat.curvature.settings import Certify, Settings
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.losses import LossLike
@@ -27,7 +27,7 @@ def trace(
     model: nn.Module,
     data: Any,
     loss: LossLike = "cross_entropy",
-    curvature: Curvature = "hessian",
+    curvature: MatrixName = "hessian",
     *,
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
@@ -73,7 +73,7 @@ def diagonal(
     model: nn.Module,
     data: Any,
     loss: LossLike = "cross_entropy",
-    curvature: Curvature = "hessian",
+    curvature: MatrixName = "hessian",
     *,
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
@@ -102,7 +102,7 @@ def max_eigenvalue(
     model: nn.Module,
     data: Any,
     loss: LossLike = "cross_entropy",
-    curvature: Curvature = "hessian",
+    curvature: MatrixName = "hessian",
     *,
     parameters: str | Iterable[str] = "trainable",
     tol: float = 1e-6,
@@ -119,16 +119,16 @@ def max_eigenvalue(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(1000, memory_budget, "proof")
-    blocks = Blocks(risk, frozenset(), curvature, Hutchinson(), settings)
+    whole = Curvature(risk, curvature, settings=settings, seed=seed)
     with risk.session(), derivatives_explained():
-        return Eigenvalue(*blocks.largest_eigenvalue(list(risk.parameters), tol, seed), curvature)
+        return Eigenvalue(*whole.largest_eigenvalue(list(risk.parameters), tol), curvature)
 
 
 def _find(
-    risk: Risk, kind: Quantity, curvature: Curvature, estimator: Hutchinson, settings: Settings
+    risk: Risk, kind: Quantity, curvature: MatrixName, estimator: Hutchinson, settings: Settings
 ) -> Found:
     with risk.session(), derivatives_explained():
-        found = Blocks(risk, frozenset({kind}), curvature, estimator, settings).find()
+        found = Curvature(risk, curvature, estimator, settings).find(frozenset({kind}))
     for warning in found.warnings:
         warnings.warn(warning, stacklevel=3)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, islice
 from math import inf, isfinite, nan
 from typing import final
@@ -25,12 +26,14 @@ from saltflat.curvature.estimators import (
     Draws,
     Estimate,
     Hutchinson,
+    Quantity,
     combined_degrees,
     estimate_form,
+    group_sizes,
 )
 from saltflat.curvature.loss_hessian import NotAdditive, classify, direction_count, repeats
 from saltflat.curvature.plan import GENERIC, UNUSED, NotCertified, Plan, Signature, plan_for
-from saltflat.curvature.products import Curvature, Products
+from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.sweep import (
@@ -61,6 +64,11 @@ from saltflat.losses import (
 from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
+
+Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
+
+# Groups of draws that are kept of an estimate, to tell the error of what is made of it.
+_GROUPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,65 +106,172 @@ class Found:
     def add(self, kind: Kind, name: str, entry: Entry) -> None:
         self.entries.setdefault(kind, {})[name] = entry
 
+    def quantity(self, kind: Kind, probes: int) -> Quantity:
+        """One kind, for measures."""
+        entries = self.entries[kind]
+        # Small blocks may have been written out in full, and are exact though others are not.
+        drawn = {n: e.draws for n, e in entries.items() if not e.exact and e.draws is not None}
+        sizes = group_sizes(probes, len(next(iter(drawn.values())))) if drawn else ()
+        probed = frozenset(n for n, e in entries.items() if bool(e.stderr.isnan().any()))
+        return Quantity({n: e.value.double() for n, e in entries.items()}, drawn, sizes, probed)
+
 
 @final
-class Blocks:
-    """Quantities of `kinds` for all measured parameters; use it inside a session of the risk."""
+@dataclass(frozen=True)
+class Layer:
+    """A weight matrix of the model: a Linear, a convolution, an embedding, or the like."""
+
+    name: str  # the module's, "fc1" for the parameter "fc1.weight"
+    parameter: str
+    matrix: Matrix
+    weight: Tensor  # detached, in the dtype of the computation
+    kind: str  # of its last call: "linear", "conv", …; "per-sample" if no rule knows it
+    position: int = -1  # of its last call in a forward pass, −1 if no rule saw one
+
+    @cached_property
+    def norm_squared(self) -> float:
+        """‖W‖²_F, summed in float64."""
+        return float(torch.linalg.vector_norm(self.weight, dtype=torch.float64)) ** 2
+
+
+@final
+class Curvature:
+    """The curvature of a risk, inside a session of it: what is asked for is computed once.
+
+    Attributes
+    ----------
+    matrix : whose it is: the Hessian, or the Gauss–Newton matrix ("ggn").
+    warnings : what the user is to be told.
+    """
 
     def __init__(
         self,
         risk: Risk,
-        kinds: frozenset[Kind],
-        curvature: Curvature,
-        estimator: Hutchinson,
-        settings: Settings,
-        *,
-        groups: int = 0,
+        matrix: MatrixName = "hessian",
+        estimator: Hutchinson | None = None,
+        settings: Settings | None = None,
+        seed: int = 0,
     ) -> None:
-        if curvature not in ("hessian", "ggn"):
-            raise InvalidValue(f"curvature must be 'hessian' or 'ggn'. Got {curvature!r}.")
-        self.risk, self.kinds, self.curvature = risk, kinds, curvature
-        self.estimator, self.settings, self.groups = estimator, settings, groups
-        self.reasons: dict[str, str] = {}
+        if matrix not in ("hessian", "ggn"):
+            raise InvalidValue(f"curvature must be 'hessian' or 'ggn'. Got {matrix!r}.")
+        self.risk, self.matrix, self.seed = risk, matrix, seed
+        self.estimator, self.settings = estimator or Hutchinson(), settings or Settings()
+        self.warnings: list[str] = []
+        self._first: Found | None = None  # of the first sweep
+        self._eigenvalues: dict[tuple[tuple[str, ...], float], Eigenpair] = {}
 
-    def find(self) -> Found:
+    def find(self, kinds: frozenset[Kind], groups: int = 0) -> Found:
+        """Several kinds of quantities from one sweep, of estimates this many groups of draws."""
         batches = self.risk.batches()
         first = next(batches)
         plan = start(self.risk, first, self.settings)
         stream: Iterable[Batch] = chain([first], batches)
+        blocks = _Blocks(self, kinds, groups)
         while True:
             try:
-                return self._find(plan, stream, first)
+                found = blocks.find(plan, stream, first)
+                break
             except NotCertified as other:
                 plan = _weaker(plan, other.plan)
             except NotAdditive:
                 give_up_on_samples(self.risk)
             stream = self.risk.batches()
+        self.warnings += [w for w in found.warnings if w not in self.warnings]
+        self._first = self._first or found
+        return found
 
-    def largest_eigenvalue(
-        self, names: Sequence[str], tol: float, seed: int
-    ) -> tuple[float, float, dict[str, Tensor]]:
+    @property
+    def first(self) -> Found:
+        """What the first sweep found; a look at the model, if nothing was asked for yet."""
+        return self._first or self.find(frozenset())
+
+    def quantities(self, kinds: frozenset[Kind]) -> dict[Kind, Quantity]:
+        """The same, for measures: with draws, from which the error of what is made of them comes.
+
+        Kinds that the model does not have are left out.
+        """
+        probes = self.estimator.probes
+        found = self.find(kinds, min(probes, _GROUPS))
+        return {kind: found.quantity(kind, probes) for kind in kinds if kind in found.entries}
+
+    def largest_eigenvalue(self, names: Sequence[str], tol: float) -> Eigenpair:
         """(λ, residual norm, unit eigenvector) of the blocks `names` together."""
+        key = (*names,), tol
+        if key not in self._eigenvalues:
+            parameters = {name: self.risk.parameters[name] for name in names}
+            plan = start(self.risk, next(self.risk.batches()), self.settings)
+            while key not in self._eigenvalues:
+                try:
+                    product = self.products(names, plan)
+                    self._eigenvalues[key] = spectrum.largest(product, parameters, tol, self.seed)
+                except NotCertified as other:
+                    plan = _weaker(plan, other.plan)
+                except NotAdditive:
+                    give_up_on_samples(self.risk)
+        return self._eigenvalues[key]
+
+    def column_eigenvalues(self, layer: Layer, tol: float) -> Tensor:
+        """The largest eigenvalue of the block of each input unit's column; 0 for columns of 0."""
         plan = start(self.risk, next(self.risk.batches()), self.settings)
-        parameters = {name: self.risk.parameters[name] for name in names}
-        while True:
-            try:
-                return spectrum.largest(self.products(names, plan), parameters, tol, seed)
-            except NotCertified as other:
-                plan = _weaker(plan, other.plan)
-            except NotAdditive:
-                give_up_on_samples(self.risk)
+        name, matrix = layer.parameter, layer.matrix
+        product = self.products([name], plan)
+        count = len(matrix.columns(layer.weight))
+        groups, outputs, inputs, kernel = matrix.grouped(layer.weight).shape
+        found = torch.zeros(count, dtype=torch.float64)
+        for j in matrix.columns(layer.weight.abs()).nonzero().flatten().tolist():
+
+            def column(v: Mapping[str, Tensor], j: int = j) -> dict[str, Tensor]:
+                whole = v[name].new_zeros(groups, outputs, inputs, kernel)
+                whole[j // inputs, :, j % inputs] = v[name]
+                image = product({name: matrix.ungrouped(whole, layer.weight.shape)})[name]
+                return {name: matrix.grouped(image)[j // inputs, :, j % inputs]}
+
+            like = {name: layer.weight.new_empty(outputs, kernel)}
+            found[j] = spectrum.largest(column, like, tol, self.seed)[0]
+        return found
 
     def products(self, names: Sequence[str], plan: Plan) -> Products:
+        """v ↦ C v for some of the blocks."""
         # A double backward keeps about four times what a forward pass does.
         each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs.numel())
         chunk = max(1, self.settings.budget(self.risk.device) // each)
-        return Products(self.risk, names, self.curvature, plan=plan, chunk=chunk)
+        return Products(self.risk, names, self.matrix, plan=plan, chunk=chunk)
 
-    def _find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Found:
+    def layers(self) -> list[Layer]:
+        """The weight matrices, in `named_parameters` order."""
+        last, kinds = dict[str, int](), dict(self.first.rules)
+        for position, (rule, names) in enumerate(self.first.calls):
+            # What a layer is does not depend on the rule that serves it: one that is dead on the
+            # probed samples is served by another.
+            last |= dict.fromkeys(names, position)
+            kinds |= dict.fromkeys(names, rule)
+        return [
+            Layer(
+                name.removesuffix(".weight") or name,
+                name,
+                matrix,
+                self.risk.parameters[name].detach(),
+                kinds[name],
+                last.get(name, -1),
+            )
+            for name, matrix in self.first.matrices.items()
+        ]
+
+
+@final
+class _Blocks:
+    """One search for quantities of `kinds`, block by block."""
+
+    def __init__(self, curvature: Curvature, kinds: frozenset[Kind], groups: int) -> None:
+        self.whole, self.kinds, self.groups = curvature, kinds, groups
+        self.risk, self.matrix = curvature.risk, curvature.matrix
+        self.estimator, self.settings = curvature.estimator, curvature.settings
+        self.reasons: dict[str, str] = {}
+
+    def find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Found:
         names = list(self.risk.parameters)
         reason = self._joint_reason(plan)
-        linear = self.curvature == "ggn"
+        linear = self.matrix == "ggn"
         exact = [n for n in names if not reason and (linear or plan.allows(n))]
         self.reasons = dict.fromkeys(names, reason) if reason else self._linearity(plan)
         self.weights = self._weights(plan)
@@ -265,7 +380,7 @@ class Blocks:
             self.risk,
             requests,
             self.settings,
-            must_be_linear=self.curvature == "hessian",
+            must_be_linear=self.matrix == "hessian",
             weights=self.weights,
             draw=draw,
         )
@@ -284,7 +399,7 @@ class Blocks:
     def _doubt(self, found: Found, plan: Plan, samples: int) -> None:
         """What was only probed is not exact, and nobody knows its error."""
         for kind, entries in found.entries.items():
-            if self.curvature != "hessian" or kind not in CURVATURE:
+            if self.matrix != "hessian" or kind not in CURVATURE:
                 continue
             for name in plan.probed & entries.keys():
                 entry = entries[name]
@@ -296,7 +411,7 @@ class Blocks:
                 found.errors[kind] = nan
 
     def _why(self, name: str, rule: str) -> str:
-        linear = self.curvature == "hessian"
+        linear = self.matrix == "hessian"
         reason = self.reasons[name] if linear else "Gauss–Newton block, exact for any model"
         if GENERIC in rule:
             reason += "; no fast rule fits, so its per-sample gradients are written out"
@@ -323,7 +438,7 @@ class Blocks:
         self._doubt(found, plan, sweep.samples)
 
     def _probe(self, found: Found, names: list[str], plan: Plan) -> None:
-        products = self.products(names, plan)
+        products = self.whole.products(names, plan)
         shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
         rules = dict.fromkeys(names, "probes")
         plain = self.kinds & EVERY_PARAMETER
@@ -349,7 +464,7 @@ class Blocks:
     ) -> None:
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
-        products = self.products(list(weights), plan)
+        products = self.whole.products(list(weights), plan)
         result = estimate_form(products, weights, FORMS[kind], self.estimator, self.groups, in_full)
         self._estimated(found, kind, result, dict.fromkeys(weights, "probes"), self.reasons)
 
@@ -359,8 +474,8 @@ class Blocks:
 
     def _probed(self, names: list[str], plan: Plan) -> str:
         why = sorted({self.reasons[n] for n in names})
-        kind = "Hessian" if self.curvature == "hessian" else "Gauss–Newton"
-        exact = self.curvature == "hessian" and not self._joint_reason(plan)
+        kind = "Hessian" if self.matrix == "hessian" else "Gauss–Newton"
+        exact = self.matrix == "hessian" and not self._joint_reason(plan)
         return (
             f"{kind} blocks of {len(names)} parameters are estimated by "
             f"{type(self.estimator).__name__} with {self.estimator.probes} probes: "

@@ -31,11 +31,11 @@ averages out, and the standard errors say how far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product as product_of
-from math import inf, sqrt
-from typing import final
+from math import inf, nan, sqrt
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -312,3 +312,77 @@ def _mixed(weight: Weight, generator: torch.Generator) -> Tensor:
     if scale is not None:
         mixed = divide(mixed, scale)
     return matrix.ungrouped(mixed, values.shape)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One curvature quantity of every parameter or layer, by parameter name.
+
+    What was estimated has `draws`: independent estimates stacked along the first dimension, as
+    many for every parameter, whose mean is the value. Each may be the mean of several draws, of
+    `sizes` in turn; without sizes it is one. What was `probed` is neither proved nor estimated: its
+    error is not known.
+    """
+
+    values: Mapping[str, Tensor]  # float64
+    draws: Mapping[str, Tensor] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    probed: frozenset[str] = frozenset()
+
+    def exact(self, names: Iterable[str]) -> bool:
+        return not any(name in self.draws or name in self.probed for name in names)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many draws each of the stacked estimates is the mean of."""
+        return self.sizes or (1,) * (len(next(iter(self.draws.values()))) if self.draws else 0)
+
+    @property
+    def degrees(self) -> float:
+        """The degrees of freedom of a standard error from the spread of the draws."""
+        return degrees_of_freedom(sum(self.counts), len(self.counts)) if self.draws else inf
+
+    def errors(self) -> dict[str, Tensor]:
+        """The standard errors of the entries that are estimates."""
+        return {name: mean_error(d, self.counts)[1] for name, d in self.draws.items()}
+
+    def sums(self, weights: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+        """Σ weights · draws of every parameter that was estimated, draw by draw."""
+        return {
+            name: (self.draws[name] * weight).reshape(len(self.counts), -1).sum(1)
+            for name, weight in weights.items()
+            if name in self.draws
+        }
+
+    def stderr(self, weights: Mapping[str, Tensor | float]) -> float:
+        """The standard error of Σ weights · values; draws of different parameters are not
+        independent, so they are added up draw by draw."""
+        if not self.probed.isdisjoint(weights):
+            return nan
+        sums = self.sums(weights)
+        if not sums:
+            return 0.0
+        return float(mean_error(torch.stack(list(sums.values())).sum(0), self.counts)[1])
+
+    def certainty(self, weights: Mapping[str, Tensor | float]) -> dict[str, Any]:
+        """How exact Σ weights · values is, as fields of a measurement."""
+        exact = self.exact(weights)
+        return {
+            "exact": exact,
+            "stderr": self.stderr(weights),
+            "degrees": inf if exact else self.degrees,
+        }
+
+
+def mean_error(draws: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The mean of stacked estimates and its standard error; each is a mean of so many draws.
+
+    A mean of k draws has a k-th of one draw's variance, so its square counts k times.
+    """
+    draws = draws.double()
+    each = torch.tensor(counts, dtype=draws.dtype, device=draws.device)
+    each = each.reshape(-1, *[1] * (draws.ndim - 1))
+    mean = (draws * each).sum(0) / sum(counts)
+    variance = (each * (draws - mean).square()).sum(0) / (len(counts) - 1)
+    return mean, (variance / sum(counts)).sqrt()

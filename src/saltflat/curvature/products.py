@@ -28,7 +28,7 @@ from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk, join
 
-Curvature = Literal["hessian", "ggn"]
+MatrixName = Literal["hessian", "ggn"]
 Vector = Mapping[str, Tensor]
 
 
@@ -40,12 +40,12 @@ class Products:
         self,
         risk: Risk,
         names: Sequence[str],
-        curvature: Curvature,
+        matrix: MatrixName,
         *,
         plan: Plan,
         chunk: int,
     ) -> None:
-        self.risk, self.curvature, self.plan = risk, curvature, plan
+        self.risk, self.matrix, self.plan = risk, matrix, plan
         self.parameters = {name: risk.parameters[name] for name in names}
         self.chunk = chunk
         # A user's loss is checked on the first pass over the data.
@@ -95,7 +95,7 @@ class Products:
             if additivity is not None:
                 additivity.check(outputs, batch)
             normaliser += loss.normaliser(outputs, batch.targets)
-            if self.curvature == "hessian":
+            if self.matrix == "hessian":
                 total = loss.total(outputs, batch.targets)
                 if not torch.isfinite(total):
                     raise DataError(f"The loss {loss.name} is not finite on {batch.where}.")
@@ -136,7 +136,7 @@ class Products:
                     "samples cannot be measured. Fix their order and any augmentation."
                 )
             _accumulate(sums, self._grad(o, bent[rows]))
-            if self.curvature == "hessian":
+            if self.matrix == "hessian":
                 _accumulate(sums, self._twice((slope[rows] * o).sum(), v))
         return sums
 

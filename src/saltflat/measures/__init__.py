@@ -1,7 +1,8 @@
 """The measures of the papers, one a file; MEASURES holds each under its name."""
 
+from saltflat.curvature.curvature import Layer
 from saltflat.measures.adaptive_sharpness import AdaptiveSharpness
-from saltflat.measures.base import Context, Layer, Measure, NotApplicable
+from saltflat.measures.base import Context, Measure, NotApplicable
 from saltflat.measures.bn_sharpness import BNSharpness
 from saltflat.measures.delta_sharpness import DeltaSharpness
 from saltflat.measures.fisher_rao_norm import FisherRaoNorm

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from saltflat.curvature.curvature import Layer
 from saltflat.errors import DataError
-from saltflat.measures.base import Layer
 from saltflat.risk import Risk
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")

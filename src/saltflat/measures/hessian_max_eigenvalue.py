@@ -30,7 +30,7 @@ class HessianMaxEigenvalue(Measure):
     def compute(self, context: Context) -> Measurement:
         assert context.engine is not None
         names = list(context.risk.parameters)
-        value, residual = context.engine.eigenvalue(names, self.tol)
+        value, residual, _ = context.engine.largest_eigenvalue(names, self.tol)
         wanted = names if self.by_parameter else []
-        blocks = {name: context.engine.eigenvalue([name], self.tol)[0] for name in wanted}
+        blocks = {name: context.engine.largest_eigenvalue([name], self.tol)[0] for name in wanted}
         return self.measurement(value=value, exact=True, gap=residual, by_parameter=blocks)

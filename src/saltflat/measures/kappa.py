@@ -36,7 +36,7 @@ class Kappa(Measure):
         by_layer, by_neuron, gap = {}, {}, 0.0
         for layer in context.layers:
             norm = layer.norm_squared
-            value, residual = context.engine.eigenvalue([layer.parameter], self.tol)
+            value, residual, _ = context.engine.largest_eigenvalue([layer.parameter], self.tol)
             by_layer[layer.name] = norm * value
             gap += norm * residual
             if self.neurons:

@@ -9,16 +9,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.curvature import Layer
+from saltflat.curvature.estimators import Quantity, mean_error
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import (
-    Context,
-    Layer,
-    Measure,
-    Need,
-    NotApplicable,
-    Quantity,
-    mean_error,
-)
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
 from saltflat.measures.cross_fit import NOTE, Line, cross_fit
 from saltflat.symmetries.balance import (
     Least,

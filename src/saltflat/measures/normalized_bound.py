@@ -17,7 +17,8 @@ from torch import Tensor
 
 from saltflat.convex.balance import balance
 from saltflat.convex.pattern import components
-from saltflat.measures.base import Layer, Quantity, mean_error
+from saltflat.curvature.curvature import Layer
+from saltflat.curvature.estimators import Quantity, mean_error
 from saltflat.measures.cross_fit import CrossFit, Line, evaluated, partial_means, root_bound
 
 

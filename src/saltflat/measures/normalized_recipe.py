@@ -12,9 +12,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.curvature import Layer
+from saltflat.curvature.estimators import Quantity
 from saltflat.errors import InvalidValue
 from saltflat.measures.ascent import Point, gaussian
-from saltflat.measures.base import Context, Layer, Quantity
+from saltflat.measures.base import Context
 from saltflat.measures.landscape import Landscape
 from saltflat.measures.perturb import check_draws
 

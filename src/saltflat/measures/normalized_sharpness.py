@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from saltflat.convex.balance import balance
+from saltflat.curvature.curvature import Layer
+from saltflat.curvature.estimators import Quantity
 from saltflat.errors import InvalidValue
 from saltflat.geometry import Matrix
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need, Quantity
+from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.cross_fit import NOTE
 from saltflat.measures.normalized_bound import normalized_bound
 from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe

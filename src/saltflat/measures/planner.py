@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from saltflat.curvature.api import checked_settings
-from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.curvature import Curvature
+from saltflat.curvature.estimators import Hutchinson, Quantity
 from saltflat.curvature.loss_hessian import derivatives_explained
-from saltflat.curvature.products import Curvature
+from saltflat.curvature.products import MatrixName
 from saltflat.curvature.settings import Certify
 from saltflat.curvature.sweep import CURVATURE, FISHER, Kind
 from saltflat.errors import (
@@ -27,8 +28,7 @@ from saltflat.errors import (
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
-from saltflat.measures.base import Context, Measure, NotApplicable, Quantity
-from saltflat.measures.engine import CurvatureEngine
+from saltflat.measures.base import Context, Measure, NotApplicable
 from saltflat.measures.provenance import provenance
 from saltflat.report import Comparison, Report
 from saltflat.report.progress import Callback, reporting
@@ -47,7 +47,7 @@ def measure(
     loss: LossLike = "cross_entropy",
     measures: Iterable[str | Measure] | None = None,
     *,
-    curvature: Curvature = "hessian",
+    curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
     certify: Certify = "proof",
@@ -77,7 +77,7 @@ def measure(
     strategy = estimator_of(estimator, seed)
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     risk.watched.on = True
-    engine = CurvatureEngine(risk, curvature, strategy, settings, seed)
+    engine = Curvature(risk, curvature, strategy, settings, seed)
     lenient = measures is None or isinstance(measures, Lenient)
     seconds: dict[str, float] = {}
     done: dict[str, Measurement] = {}
@@ -104,8 +104,7 @@ def measure(
         source = provenance(risk, engine, seed, seconds)
     for warning in engine.warnings:
         warnings.warn(warning, stacklevel=2)
-    assert engine.found is not None
-    return Report(done, skipped, source, (*_notes(risk), *engine.found.notes))
+    return Report(done, skipped, source, (*_notes(risk), *engine.first.notes))
 
 
 def compare(
@@ -134,7 +133,7 @@ def kinds_of(measure: Measure) -> frozenset[Kind]:
 
 
 def shared_quantities(
-    engine: CurvatureEngine, kinds: frozenset[Kind], lenient: bool
+    engine: Curvature, kinds: frozenset[Kind], lenient: bool
 ) -> tuple[dict[Kind, Quantity], Exception | None]:
     """All kinds of curvature from one sweep. Where it fails and `lenient` allows that, none, and
     why: each measure then computes what it needs, or fails for itself.

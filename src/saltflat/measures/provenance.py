@@ -13,8 +13,8 @@ import scipy
 import torch
 from torch import nn
 
+from saltflat.curvature.curvature import Curvature
 from saltflat.losses import JointLoss, Loss
-from saltflat.measures.engine import CurvatureEngine
 from saltflat.report import Provenance
 from saltflat.risk import Risk
 from saltflat.session import dense_parts
@@ -22,7 +22,7 @@ from saltflat.version import __version__
 
 
 def provenance(
-    risk: Risk, engine: CurvatureEngine, seed: int, seconds: Mapping[str, float]
+    risk: Risk, engine: Curvature, seed: int, seconds: Mapping[str, float]
 ) -> Provenance:
     seen = risk.watched.first
     if seen is None:  # no measure needed a whole pass
@@ -30,9 +30,8 @@ def provenance(
             pass
         seen = risk.watched.first
     assert seen is not None
-    assert engine.found is not None
-    assert engine.found.certificate is not None
-    certificate = engine.found.certificate
+    assert engine.first.certificate is not None
+    certificate = engine.first.certificate
     like = next(iter(risk.parameters.values()))
     return Provenance(
         model=type(risk.model).__name__,
@@ -44,7 +43,7 @@ def provenance(
         batch_size=seen.largest,
         data_hash=f"{seen.checksum:016x}",
         loss=describe(risk.loss),
-        curvature=engine.curvature,
+        curvature=engine.matrix,
         dtype=str(like.dtype).removeprefix("torch."),
         device=str(risk.device),
         seed=seed,

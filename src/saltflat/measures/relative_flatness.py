@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from saltflat.curvature.curvature import Layer
+from saltflat.curvature.estimators import Quantity
 from saltflat.curvature.sweep import Kind
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import (
-    Context,
-    Layer,
-    Measure,
-    Need,
-    NotApplicable,
-    Quantity,
-)
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
 
 
 @final

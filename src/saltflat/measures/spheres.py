@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.curvature import Layer
 from saltflat.measures.ascent import Point, Region
-from saltflat.measures.base import Layer
 
 Units = dict[str, Tensor]  # one number a unit, by parameter name
 

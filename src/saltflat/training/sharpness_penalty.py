@@ -19,12 +19,12 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.curvature import Curvature
+from saltflat.curvature.estimators import Hutchinson, Quantity
 from saltflat.curvature.settings import Settings
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
-from saltflat.measures.base import Context, Quantity
-from saltflat.measures.engine import CurvatureEngine
+from saltflat.measures.base import Context
 from saltflat.measures.normalized_sharpness import balance_layer
 from saltflat.risk import Risk, unwrap
 from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace
@@ -164,7 +164,7 @@ class SharpnessPenalty:
         risk = Risk(self.model, self.data, self.loss)
         risk.watched.on = False  # the scales of a penalty may come from augmented samples
         with risk.session():
-            engine = CurvatureEngine(risk, "hessian", Hutchinson(), Settings(), 0)
+            engine = Curvature(risk, "hessian", Hutchinson(), Settings(), 0)
             curvature = engine.quantities(frozenset({"diagonal"}))["diagonal"]
             diagonal = curvature.values
             context = Context(risk, engine.layers(), {}, 0, engine)
