@@ -233,8 +233,7 @@ class Curvature:
     def products(self, names: Sequence[str], plan: Plan) -> Products:
         """v ↦ C v for some of the blocks."""
         # A double backward keeps about four times what a forward pass does.
-        each = plan.width * 16 * (plan.inputs + plan.activations + plan.outputs.numel())
-        chunk = max(1, self.settings.budget(self.risk.device) // each)
+        chunk = plan.chunk(self.settings.budget(self.risk.device), 16)
         return Products(self.risk, names, self.matrix, plan=plan, chunk=chunk)
 
     def layers(self) -> list[Layer]:
@@ -332,8 +331,7 @@ class _Blocks:
             return {}
         scales = {}
         if "normalized_flatness" in self.kinds:
-            each = plan.width * 4 * (plan.inputs + plan.activations)
-            chunk = max(1, self.settings.budget(self.risk.device) // max(1, each))
+            chunk = plan.chunk(self.settings.budget(self.risk.device), 4)
             scales = feature_scale(self.risk, plan.matrices, chunk)
         found = {}
         for name, matrix in plan.matrices.items():

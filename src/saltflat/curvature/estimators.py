@@ -37,6 +37,7 @@ from itertools import product as product_of
 from math import inf, nan, sqrt
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,6 +135,12 @@ class Draws:
         return sums / torch.tensor(sizes, dtype=sums.dtype, device=sums.device).reshape(shape)
 
 
+def mixed(*parts: int) -> int:
+    """One seed from several integers, the same on every machine."""
+    words = [part % 2**64 for part in parts]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+
+
 def noise(shape: torch.Size, device: torch.device, generator: torch.Generator) -> Tensor:
     """A random v in float64 with E[v vᵀ] = 1, of signs and magnitudes; Σ v² is the size."""
     squares = torch.rand(shape, generator=generator, dtype=torch.float64) * 4 - 2
@@ -219,7 +226,7 @@ class Draw:
         """Noise for every output of the samples from `first` of a batch on, each its own."""
         rows = []
         for i in range(len(like)):
-            generator = torch.Generator().manual_seed(hash((self.seed, batch, first + i)) % 2**63)
+            generator = torch.Generator().manual_seed(mixed(self.seed, batch, first + i))
             rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
         return torch.stack(rows).to(like)
 

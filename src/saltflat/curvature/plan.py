@@ -30,7 +30,7 @@ from saltflat.curvature.derivative import check_derivative, check_unreached
 from saltflat.curvature.loss_hessian import lacks_derivative
 from saltflat.curvature.proof import InPlace, Proof, prove
 from saltflat.curvature.recorder import Recorder, Safe
-from saltflat.curvature.rules import EmbeddingUse, LinearUse, Rows, Use
+from saltflat.curvature.rules import Rows, Use
 from saltflat.curvature.settings import Certify
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
@@ -74,6 +74,11 @@ class Plan:
     def allows(self, name: str) -> bool:
         """Whether the Gauss–Newton form may serve a parameter's block of the Hessian."""
         return name not in self.curved or name in self.probed
+
+    def chunk(self, budget: int, times: int) -> int:
+        """How many samples fit a budget, if each takes `times` the entries of a forward pass."""
+        each = self.width * times * (self.inputs + self.activations + self.outputs.numel())
+        return max(1, budget // max(1, each))
 
     def serves(self, uses: Sequence[Use], samples: int) -> bool:
         """Whether a forward pass made the calls that this plan was made for."""
@@ -378,19 +383,12 @@ class _Probe:
         if outputs.requires_grad:
             found = fast_rules(outputs, self.uses, self.risk.parameters, proof, seed=20_210_618)
             rules, dims, unseen = found.rules, found.dims, found.unseen
-            # Rows that pad have no gradient by agreement.
-            padded = {
-                use.names["weight"]
-                for use in self.uses
-                if isinstance(use, EmbeddingUse) and use.padding is not None
-            }
+            padded = {use.names["weight"] for use in self.uses if use.has_constants}
             given = {n: g for n, g in found.gradients.items() if n not in padded}
             check_derivative(self.risk, self.batch, found.cotangent, given)
             if self.certify == "probe":
                 probed = self._probed(outputs, proof)
-        n = self.batch.size
         return Plan(
-            samples=n,
             coupled=coupled,
             rules=rules,
             dims=dims,
@@ -404,15 +402,23 @@ class _Probe:
             trail=proof.trail,
             narrow=proof.narrow,
             channels_last=self.channels_last,
-            seen=outputs.detach(),
-            places=tuple(range(n)),
-            width=outputs.element_size(),
-            outputs=outputs.shape[1:],
-            activations=sum(use.shape.numel() for use in self.uses) // n,
-            kept=sum(use.shape.numel() for use in self.uses if use.keeps) // n,
-            inputs=sum(use.input.numel() for use in self.uses) // n,
-            patches=max((patch_entries(use) for use in self.uses), default=0) // n,
+            **self._sizes(outputs),
         )
+
+    def _sizes(self, outputs: Tensor) -> dict[str, Any]:
+        """What is known of the samples, and of the memory that one takes."""
+        n, uses = self.batch.size, self.uses
+        return {
+            "samples": n,
+            "places": tuple(range(n)),
+            "seen": outputs.detach(),
+            "width": outputs.element_size(),
+            "outputs": outputs.shape[1:],
+            "activations": sum(use.shape.numel() for use in uses) // n,
+            "kept": sum(use.shape.numel() for use in uses if use.keeps) // n,
+            "inputs": sum(use.input.numel() for use in uses) // n,
+            "patches": max((patch_entries(use) for use in uses), default=0) // n,
+        }
 
     def _matrices(self, rules: Mapping[str, str]) -> dict[str, Matrix]:
         """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
@@ -421,8 +427,8 @@ class _Probe:
             matrix, name = use.matrix(), use.names.get("weight")
             if matrix is None or name is None:
                 continue
-            if rules[name] == GENERIC and isinstance(use, LinearUse) and use.transposed:
-                continue  # a product of two parameters, b @ a: no input of the layer
+            if rules[name] == GENERIC and use.may_be_a_product:
+                continue  # no input of a layer
             # An embedding that is tied to a Linear counts as the Linear.
             if name not in found or matrix.out == 0:
                 found[name] = matrix

@@ -7,7 +7,7 @@ contributes Jᵀ(B J v) + ∇²⟨r, o⟩ v with r = ∂L/∂o: memory still gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, final
 
@@ -25,7 +25,7 @@ from saltflat.curvature.plan import Company, NotCertified, Plan
 from saltflat.curvature.recorder import Safe
 from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
-from saltflat.memory import out_of_memory
+from saltflat.memory import halving
 from saltflat.risk import Batch, Risk, join
 
 MatrixName = Literal["hessian", "ggn"]
@@ -58,8 +58,10 @@ class Products:
         check_derivatives(self.risk.loss)
         v = [vector[name].to(p) for name, p in self.parameters.items()]
         try:
-            while (sums := self._attempt(v)) is None:
-                self.chunk //= 2
+            # Samples that depend on each other cannot be cut.
+            sums = (
+                self._product(v) if self.plan.coupled else halving(self._in_chunks(v), self.chunk)
+            )
         except RuntimeError as error:
             if lacks_derivative(error):
                 raise NoSecondDerivative(
@@ -71,14 +73,12 @@ class Products:
         self._calls += 1
         return dict(zip(self.parameters, sums, strict=True))
 
-    def _attempt(self, v: list[Tensor]) -> list[Tensor] | None:
-        """The product, or None if memory ran out and chunks can still be halved."""
-        try:
+    def _in_chunks(self, v: list[Tensor]) -> Callable[[int], list[Tensor]]:
+        def attempt(size: int) -> list[Tensor]:
+            self.chunk = size
             return self._product(v)
-        except RuntimeError as error:
-            if not out_of_memory(error) or self.chunk == 1 or self.plan.coupled:
-                raise
-        return None
+
+        return attempt
 
     def _product(self, v: list[Tensor]) -> list[Tensor]:
         if isinstance(self.risk.loss, JointLoss):

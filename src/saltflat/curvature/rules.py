@@ -81,6 +81,20 @@ class Use(ABC):
         """How the weight acts as a matrix, if it does."""
         return None
 
+    def features(self) -> Tensor | None:
+        """What the weight meets, a row for every position, if that is not looked up."""
+        return self.input.movedim(1, -1).flatten(0, -2)
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether entries of the weight have no gradient by agreement."""
+        return False
+
+    @property
+    def may_be_a_product(self) -> bool:
+        """Whether the input may be made of parameters alone, as in b @ a."""
+        return False
+
     @abstractmethod
     def terms(self, kept: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
         """(parameter name, its gradients) from what was kept, one entry a direction."""
@@ -101,6 +115,13 @@ class LinearUse(Use):
 
     def matrix(self) -> Matrix:
         return LinearLayout(self.transposed).matrix
+
+    def features(self) -> Tensor:
+        return self.input.flatten(0, -2)
+
+    @property
+    def may_be_a_product(self) -> bool:
+        return self.transposed
 
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         layout = LinearLayout(self.transposed)
@@ -234,6 +255,13 @@ class EmbeddingUse(Use):
 
     def matrix(self) -> Matrix:
         return Matrix(out=1)
+
+    def features(self) -> None:
+        return None
+
+    @property
+    def has_constants(self) -> bool:
+        return self.padding is not None
 
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         index = rows.first(self.input.unsqueeze(-1)).flatten(1)

@@ -36,7 +36,7 @@ from saltflat.curvature.plan import (
 )
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.recorder import Recorder
-from saltflat.curvature.rules import EmbeddingUse, LinearUse, Rows, Use
+from saltflat.curvature.rules import Rows, Use
 from saltflat.curvature.settings import Settings
 from saltflat.geometry import Matrix
 from saltflat.losses import (
@@ -192,15 +192,14 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
                 risk.forward(part)
             for use in recorder.uses:
                 name = use.names.get("weight")
-                if name in matrices and not isinstance(use, EmbeddingUse):
-                    found = _moments(use)
+                features = use.features() if name in matrices else None
+                if name is not None and features is not None:
+                    found = _moments(features.double())
                     moments[name] = moments[name] + found if name in moments else found
     return {name: _scale(m) for name, m in moments.items()}
 
 
-def _moments(use: Use) -> Tensor:
-    x = use.input.double()
-    x = x.flatten(0, -2) if isinstance(use, LinearUse) else x.movedim(1, -1).flatten(0, -2)
+def _moments(x: Tensor) -> Tensor:
     return torch.stack([torch.full_like(x[0], len(x)), x.sum(0), x.square().sum(0)])
 
 
