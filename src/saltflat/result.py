@@ -30,11 +30,12 @@ class Detail(Generic[Value]):
     rule: str
     reason: str
     degrees: float = inf
+    draws: Tensor | None = field(default=None, repr=False)  # of an estimate, in groups, if kept
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Which parameters the outputs are piecewise linear in, as probed on `samples` samples."""
+    """Which parameters the outputs are proved piecewise linear in, on `samples` samples."""
 
     samples: int
     piecewise_linear: Mapping[str, bool]

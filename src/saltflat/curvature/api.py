@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from typing import Any, Literal, cast
 
@@ -92,7 +93,7 @@ def diagonal(
     settings = checked_settings(max_directions, memory_budget, certify)
     found = _find(risk, "diagonal", curvature, _estimator(estimator), settings)
     details = {
-        name: Detail(e.value, e.exact, 0.0 if e.exact else e.stderr, e.rule, e.reason, e.degrees)
+        name: replace(e, stderr=0.0) if e.exact else e
         for name, e in found.entries["diagonal"].items()
     }
     return Diagonal(details, *_summary(found, "diagonal", curvature, risk))

@@ -62,7 +62,7 @@ from saltflat.losses import (
     scalar,
 )
 from saltflat.memory import halving
-from saltflat.result import Certificate
+from saltflat.result import Certificate, Detail
 from saltflat.risk import Batch, Risk, alike, join
 
 Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
@@ -71,24 +71,11 @@ Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit ei
 _GROUPS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One quantity of one parameter."""
-
-    value: Tensor
-    exact: bool
-    stderr: Tensor
-    rule: str
-    reason: str
-    draws: Tensor | None = None
-    degrees: float = inf
-
-
 @dataclass(slots=True)
 class Found:
     """All that was asked for. `warnings` are what the user is to be told, `notes` includes them."""
 
-    entries: dict[Kind, dict[str, Entry]] = field(default_factory=dict)
+    entries: dict[Kind, dict[str, Detail[Tensor]]] = field(default_factory=dict)
     totals: dict[Kind, float] = field(default_factory=dict)
     errors: dict[Kind, float] = field(default_factory=dict)
     degrees: dict[Kind, float] = field(default_factory=dict)
@@ -103,7 +90,7 @@ class Found:
         self.warnings.append(note)
         self.notes.append(note)
 
-    def add(self, kind: Kind, name: str, entry: Entry) -> None:
+    def add(self, kind: Kind, name: str, entry: Detail[Tensor]) -> None:
         self.entries.setdefault(kind, {})[name] = entry
 
     def quantity(self, kind: Kind, probes: int) -> Quantity:
@@ -112,7 +99,9 @@ class Found:
         # Small blocks may have been written out in full, and are exact though others are not.
         drawn = {n: e.draws for n, e in entries.items() if not e.exact and e.draws is not None}
         sizes = group_sizes(probes, len(next(iter(drawn.values())))) if drawn else ()
-        probed = frozenset(n for n, e in entries.items() if bool(e.stderr.isnan().any()))
+        probed = frozenset(
+            n for n, e in entries.items() if bool(torch.as_tensor(e.stderr).isnan().any())
+        )
         return Quantity({n: e.value.double() for n, e in entries.items()}, drawn, sizes, probed)
 
 
@@ -389,7 +378,7 @@ class _Blocks:
         nothing = torch.zeros(())
         for ((kind, name), value), total in zip(values.items(), _sums(values), strict=True):
             rule = ", ".join(sorted(sweep.rules[name] - {UNUSED})) or UNUSED
-            found.add(kind, name, Entry(value, True, nothing, rule, self._why(name, rule)))
+            found.add(kind, name, Detail(value, True, nothing, rule, self._why(name, rule)))
             found.totals[kind] = found.totals.get(kind, 0.0) + total
         self._doubt(found, plan, sweep.samples)
         return sweep.samples
@@ -496,14 +485,14 @@ class _Blocks:
                 "; products with few vectors give all of it" if written else ""
             )
             draws = estimate.draws.get(name)
-            entry = Entry(
+            entry = Detail(
                 value.cpu(),
                 written,
                 estimate.stderr[name].cpu(),
                 "products" if written else rules[name],
                 reason,
-                None if draws is None else draws.cpu(),
                 inf if written else estimate.degrees,
+                None if draws is None else draws.cpu(),
             )
             found.add(kind, name, entry)
         found.totals[kind] = found.totals.get(kind, 0.0) + estimate.total
