@@ -17,8 +17,7 @@ from saltflat.measurement import Measurement
 from saltflat.measures.planner import compare, measure
 from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
-from saltflat.symmetries.find import symmetries
-from saltflat.symmetries.group import Group
+from saltflat.symmetries import Group, symmetries
 from saltflat.training.bn_sharpness import BNSharpnessSGD
 from saltflat.training.entropy_sgd import EntropySGD
 from saltflat.training.fam import FAM

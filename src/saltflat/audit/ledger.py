@@ -14,7 +14,7 @@ from saltflat.audit.result import Audited, Drift
 from saltflat.audit.values import Panel
 from saltflat.audit.verdict import ORDER, Judgement, Reading, Tolerances, judge
 from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.symmetries.verify import verify
+from saltflat.symmetries import verify
 
 # A model that rounds to float32 inside shows it in every measure.
 _ROUNDED = 1e-4

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 from saltflat.measures.batchnorm import BatchStatistics, batch_mode
 from saltflat.risk import logits
 from saltflat.session import RandomState, lend
-from saltflat.symmetries.evaluate import run, widened
-from saltflat.symmetries.verify import answers
+from saltflat.symmetries import answers, run, widened
 
 Output = Callable[[Any], Any]
 

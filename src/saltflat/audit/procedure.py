@@ -25,9 +25,7 @@ from saltflat.measures.base import Measure
 from saltflat.measures.planner import chosen_measures, estimator_of
 from saltflat.report.progress import Callback, reporting
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
-from saltflat.symmetries.evaluate import check_copy
-from saltflat.symmetries.find import symmetries
-from saltflat.symmetries.rescale import duplicate
+from saltflat.symmetries import check_copy, duplicate, symmetries
 
 # Suprema that are searched for take many passes over the data for each rescaling.
 SEARCHED = ("bn_sharpness", "delta_sharpness", "sam_sharpness", "adaptive_sharpness")

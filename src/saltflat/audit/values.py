@@ -23,9 +23,7 @@ from saltflat.measures.engine import CurvatureEngine
 from saltflat.measures.planner import attempt, kinds_of, shared_quantities
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState
-from saltflat.symmetries.evaluate import widened
-from saltflat.symmetries.group import Group
-from saltflat.symmetries.rescale import duplicate
+from saltflat.symmetries import Group, duplicate, widened
 
 # A user's own measure: of a model and the data, both in float64.
 Function = Callable[[nn.Module, Any], Any]

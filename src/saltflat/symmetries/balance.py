@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from saltflat.convex.geometric import Minimum, minimise
 from saltflat.curvature.functions import diagonal as curvature_diagonal
 from saltflat.errors import ModelError
-from saltflat.symmetries.group import Group
-from saltflat.symmetries.rescale import Element, Exponents
+from saltflat.symmetries.element import Element, Exponents
+
+if TYPE_CHECKING:
+    from saltflat.symmetries.group import Group
 
 Floats = NDArray[np.float64]
 
