@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
-from saltflat.convex.geometric import Minimum, minimise
+from saltflat.convex import Minimum, minimise
 from saltflat.curvature.functions import diagonal as curvature_diagonal
 from saltflat.errors import ModelError
 from saltflat.symmetries.element import Element, Exponents
