@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from saltflat.audit.elements import families, trials
-from saltflat.audit.ledger import Ledger
-from saltflat.audit.result import Audit
-from saltflat.audit.values import Function, Panel
-from saltflat.audit.verdict import Reading, Tolerances
+from saltflat.audit.ledger import Function, Ledger, Panel
+from saltflat.audit.result import Audit, Reading, Tolerances
 from saltflat.curvature.functions import checked_settings
 from saltflat.curvature.products import Curvature
 from saltflat.curvature.stochastic import Hutchinson

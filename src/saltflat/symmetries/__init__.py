@@ -9,7 +9,7 @@ from saltflat.symmetries.balance import (
     uniform_parameters,
 )
 from saltflat.symmetries.element import Element, Exponents, duplicate
-from saltflat.symmetries.evaluate import answers, check_copy, run, verify, widened
+from saltflat.symmetries.evaluate import answers, change, check_copy, run, verify, widened
 from saltflat.symmetries.find import symmetries
 from saltflat.symmetries.group import KINDS, Generator, Group, Kind
 from saltflat.symmetries.solve import null_space
@@ -24,6 +24,7 @@ __all__ = [
     "Least",
     "NegativeCurvature",
     "answers",
+    "change",
     "check_copy",
     "class_masses",
     "duplicate",
