@@ -18,9 +18,9 @@ import saltflat as sf
 from saltflat.training.bn_sharpness import BNSharpnessSGD
 from saltflat.training.entropy_sgd import EntropySGD
 from saltflat.training.fam import FAM
+from saltflat.training.perturbing import PerturbedOptimizer
 from saltflat.training.sam import SAM
 from saltflat.training.sharpness_penalty import SharpnessPenalty
-from saltflat.training.wrapper import PerturbedOptimizer
 
 gc.freeze()  # what is loaded by now is not garbage, and there is much of it to look through
 

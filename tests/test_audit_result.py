@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from saltflat.audit import Audit, Audited, Drift, Tolerances
-from saltflat.audit.verdict import Reading, judge
+from saltflat.audit.result import Reading, judge
 from saltflat.errors import InvalidValue, MissingDependency
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 from torch import Tensor
 
-from saltflat.convex.balance import _newton, _Sum, balance
-from saltflat.convex.pattern import components
+from saltflat.convex.balancing import _newton, _Sum, balance, components
 from saltflat.errors import InvalidType, InvalidValue
 
 

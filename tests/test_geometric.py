@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from scipy import sparse
 from scipy.optimize import linprog, minimize
 
-from saltflat.convex import vanishing as vanishing_module
-from saltflat.convex.geometric import minimise
-from saltflat.convex.newton import certify
-from saltflat.convex.systems import Exponents
-from saltflat.convex.vanishing import vanishing
+from saltflat.convex import geometric as geometric_module
+from saltflat.convex.geometric import minimise, vanishing
+from saltflat.convex.newton import Exponents, certify
 from saltflat.errors import InvalidValue, SaltflatError
 
 
@@ -244,10 +242,10 @@ def test_which_groups_vanish(seed: int, unknowns: int, groups: int, order: bool)
 
 
 def test_many_general_rows_need_no_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vanishing_module, "_MANY", 10)
+    monkeypatch.setattr(geometric_module, "_MANY", 10)
     c = np.random.default_rng(0).standard_normal((60, 5))
     with monkeypatch.context() as no_program:
-        no_program.setattr(vanishing_module, "linprog", None)
+        no_program.setattr(geometric_module, "linprog", None)
         assert not vanishing(sparse.csr_array(c))[1].any()
     half = np.abs(c)  # nothing holds these back: the certificate fails, the program answers
     assert vanishing(sparse.csr_array(half))[1].all()
@@ -255,7 +253,7 @@ def test_many_general_rows_need_no_linear_program(monkeypatch: pytest.MonkeyPatc
 
 def test_a_linear_program_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = SimpleNamespace(x=None, message="time limit")
-    monkeypatch.setattr(vanishing_module, "linprog", lambda *a, **k: failed)
+    monkeypatch.setattr(geometric_module, "linprog", lambda *a, **k: failed)
     with pytest.raises(SaltflatError, match="time limit"):
         minimise([1.0, 1.0], [[1.0, 2.0], [2.0, 1.0]])
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.symmetries.balance import (
+from saltflat.symmetries import (
+    Group,
     NegativeCurvature,
     class_masses,
     least_trace,
     uniform_parameters,
 )
-from saltflat.symmetries.group import Group
 
 
 def net() -> nn.Sequential:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.measures import NormalizedSharpness, PaperRecipe
-from saltflat.symmetries.balance import NegativeCurvature, least_trace
+from saltflat.symmetries import NegativeCurvature, least_trace
 
 
 def data(n: int = 9) -> tuple[Tensor, Tensor]:

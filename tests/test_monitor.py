@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import saltflat as sf
 from saltflat.training import monitor as module
 from saltflat.training.fam import FAM
-from saltflat.training.monitor import Budget, Monitor
-from saltflat.training.monitor_log import Record
+from saltflat.training.monitor import Budget, Monitor, Record
 from saltflat.training.sam import SAM
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

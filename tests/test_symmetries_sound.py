@@ -18,7 +18,7 @@ from saltflat import ModelError, SaltflatError
 from saltflat.symmetries import Group, propagate, symmetries, verify
 
 aten = torch.ops.aten
-VERIFY = import_module("saltflat.symmetries.verify")
+VERIFY = import_module("saltflat.symmetries.evaluate")
 d = torch.float64
 
 

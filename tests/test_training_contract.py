@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from saltflat.errors import SaltflatError
 from saltflat.training.entropy_sgd import EntropySGD
 from saltflat.training.monitor import _unheard
+from saltflat.training.perturbing import PerturbedOptimizer
 from saltflat.training.sam import SAM
 from saltflat.training.sharpness_penalty import SharpnessPenalty
-from saltflat.training.wrapper import PerturbedOptimizer
 
 pytestmark = quiet
 

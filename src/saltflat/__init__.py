@@ -17,14 +17,16 @@ from saltflat.measurement import Measurement
 from saltflat.measures.planner import compare, measure
 from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
-from saltflat.symmetries.find import symmetries
-from saltflat.symmetries.group import Group
-from saltflat.training.bn_sharpness import BNSharpnessSGD
-from saltflat.training.entropy_sgd import EntropySGD
-from saltflat.training.fam import FAM
-from saltflat.training.monitor import Budget, Monitor
-from saltflat.training.sam import SAM
-from saltflat.training.sharpness_penalty import SharpnessPenalty
+from saltflat.symmetries import Group, symmetries
+from saltflat.training import (
+    FAM,
+    SAM,
+    BNSharpnessSGD,
+    Budget,
+    EntropySGD,
+    Monitor,
+    SharpnessPenalty,
+)
 from saltflat.version import __version__
 
 __all__ = [

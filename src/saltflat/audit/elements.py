@@ -12,11 +12,7 @@ import torch
 from scipy.sparse import csr_matrix, identity, vstack
 from torch import Tensor, nn
 
-from saltflat.symmetries.group import Group, Kind
-from saltflat.symmetries.rescale import Element
-from saltflat.symmetries.solve import null_space
-
-KINDS: tuple[Kind, ...] = ("layer", "neuron", "batchnorm", "attention")
+from saltflat.symmetries import KINDS, Element, Group, Kind, null_space
 
 
 @final

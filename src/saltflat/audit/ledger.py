@@ -1,23 +1,161 @@
-"""What every rescaling did to the outputs and to the measures."""
+"""What every rescaling did to the outputs, to the measures and to the user's functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from saltflat.audit.elements import KINDS, Trial
-from saltflat.audit.outputs import batch_drift, narrow
-from saltflat.audit.result import Audited, Drift
-from saltflat.audit.values import Panel
-from saltflat.audit.verdict import ORDER, Judgement, Reading, Tolerances, judge
+from saltflat.audit.elements import Trial
+from saltflat.audit.result import ORDER, Audited, Drift, Judgement, Reading, Tolerances, judge
+from saltflat.curvature.curvature import Curvature
+from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.products import MatrixName
+from saltflat.curvature.settings import Settings
+from saltflat.curvature.sweep import Kind as Quantity
+from saltflat.errors import InvalidType
+from saltflat.losses import LossLike
+from saltflat.measurement import Measurement
+from saltflat.measures.base import Context, Measure
+from saltflat.measures.batchnorm import BatchStatistics, batch_mode
 from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.symmetries.verify import verify
+from saltflat.measures.planner import attempt, kinds_of, shared_quantities
+from saltflat.risk import Output, Risk, Unpack, logits
+from saltflat.session import RandomState, lend
+from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
 
 # A model that rounds to float32 inside shows it in every measure.
 _ROUNDED = 1e-4
+
+# A user's own measure: of a model and the data, both in float64.
+Function = Callable[[nn.Module, Any], Any]
+
+
+@final
+@dataclass(kw_only=True)
+class Panel:
+    """What is audited, and how it is computed; `warnings` is filled by the first model."""
+
+    data: Any
+    loss: LossLike
+    measures: Sequence[Measure]
+    functions: Mapping[str, Function]
+    group: Group
+    curvature: MatrixName
+    estimator: Hutchinson
+    settings: Settings
+    unpack: Unpack | None
+    output: Output | None
+    seed: int
+    warnings: list[str] = field(default_factory=list)
+
+    def read(self, model: nn.Module) -> dict[str, Reading | str]:
+        """Every measure's value on a float64 model, or the reason why it has none."""
+        found: dict[str, Reading | str] = self._measured(model) if self.measures else {}
+        for name, function in self.functions.items():
+            found[name] = self._called(name, function, model)
+        return found
+
+    def _measured(self, model: nn.Module) -> dict[str, Reading | str]:
+        risk = Risk(
+            model,
+            self.data,
+            self.loss,
+            dtype=torch.float64,
+            unpack=self.unpack,
+            output=self.output,
+        )
+        engine = Curvature(risk, self.curvature, self.estimator, self.settings, self.seed)
+        found: dict[str, Reading | str] = {}
+        with risk.session(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kinds = frozenset[Quantity]().union(*(kinds_of(m) for m in self.measures))
+            quantities, _ = shared_quantities(engine, kinds, lenient=True)
+            # A rescaled model has the same rescalings, so they need not be found again.
+            context = Context(risk, engine.layers(), quantities, self.seed, engine, self.group)
+            for measure in self.measures:
+                reading = attempt(measure, context)
+                found[measure.name] = reading if isinstance(reading, str) else Reading.of(reading)
+        self.warnings += [w for w in engine.warnings if w not in self.warnings]
+        return found
+
+    def _called(self, name: str, function: Function, model: nn.Module) -> Reading:
+        lent = duplicate(model).eval()
+        lent.zero_grad(set_to_none=True)
+        device = next(lent.parameters()).device
+        state = RandomState(self.data, device)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                answer = function(lent, wide(self.data))
+        except Exception as error:
+            error.add_note(f"This came from the function {name!r} under audit.")
+            raise
+        finally:
+            # Every model meets the same samples in the same order, and the same random numbers.
+            state.restore()
+        if isinstance(answer, Measurement):
+            return Reading.of(answer)
+        answer = answer.detach() if isinstance(answer, Tensor) else answer
+        many = isinstance(answer, Tensor) and answer.numel() != 1
+        if many or not hasattr(answer, "__float__"):
+            raise InvalidType(
+                f"The function {name!r} must return a number. Got {type(answer).__name__}."
+            )
+        return Reading(float(answer), "function")
+
+
+@final
+class WideData:
+    """Data with every batch in float64, made as it is read."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.data:
+            yield widened(dict(item) if isinstance(item, Mapping) else item)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def wide(data: Any) -> Any:
+    """The data in float64: tuples, lists and dicts of tensors as such, a loader as an iterable."""
+    if isinstance(data, Mapping):
+        return widened(dict(data))
+    return widened(data) if isinstance(data, tuple | list) else WideData(data)
+
+
+def narrow(model: nn.Module, example: Any, output: Output | None) -> bool:
+    """Whether a float64 model rounds to a narrower type on the way."""
+    return change(answers(model, example, output), _plain(model, example, output)) > 1e-12
+
+
+def batch_drift(before: nn.Module, after: nn.Module, example: Any, output: Output | None) -> float:
+    """The relative change of the outputs with batch statistics: BatchNorm's eps is not rescaled."""
+    return change(*(_plain(m, example, output, batch=True) for m in (before, after)))
+
+
+def _plain(
+    model: nn.Module, example: Any, output: Output | None, *, batch: bool = False
+) -> list[Tensor]:
+    state = RandomState(None, next(model.parameters()).device)
+    try:
+        with lend(model, set(), torch.float64), torch.no_grad(), ExitStack() as statistics:
+            if batch:
+                statistics.enter_context(batch_mode(model))
+                statistics.enter_context(BatchStatistics("the example"))
+            raw = (output or logits)(run(model, widened(example)))
+    finally:
+        state.restore()
+    return [t.detach().double() for t in tree_leaves(raw) if isinstance(t, Tensor)]
 
 
 @final

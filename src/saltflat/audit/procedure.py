@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from saltflat.audit.elements import families, trials
-from saltflat.audit.ledger import Ledger
-from saltflat.audit.result import Audit
-from saltflat.audit.values import Function, Panel
-from saltflat.audit.verdict import Reading, Tolerances
+from saltflat.audit.ledger import Function, Ledger, Panel
+from saltflat.audit.result import Audit, Reading, Tolerances
 from saltflat.curvature.api import checked_settings
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.products import MatrixName
@@ -25,9 +23,7 @@ from saltflat.measures.base import Measure
 from saltflat.measures.planner import chosen_measures, estimator_of
 from saltflat.report.progress import Callback, reporting
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
-from saltflat.symmetries.evaluate import check_copy
-from saltflat.symmetries.find import symmetries
-from saltflat.symmetries.rescale import duplicate
+from saltflat.symmetries import check_copy, duplicate, symmetries
 
 # Suprema that are searched for take many passes over the data for each rescaling.
 SEARCHED = ("bn_sharpness", "delta_sharpness", "sam_sharpness", "adaptive_sharpness")

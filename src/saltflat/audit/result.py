@@ -3,20 +3,124 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from rich.table import Table
 
-from saltflat.audit.verdict import Tolerances, Verdict
-from saltflat.errors import InvalidValue, nearest
+from saltflat.errors import InvalidValue, MissingDependency, nearest
+from saltflat.measurement import Measurement, Symmetry
 from saltflat.printing import plain_text
 from saltflat.report import store
+from saltflat.symmetries import KINDS
+
+Verdict = Literal["invariant", "undecided", "moved"]
+ORDER: tuple[Verdict, ...] = ("invariant", "undecided", "moved")
+
+# An error of more than this share of the value decides nothing.
+_USELESS = 0.5
+# A change of the function by r (BatchNorm's eps, with batch statistics) excuses one of 100 r.
+_EXCUSED = 100.0
 
 _MARKS: dict[str, str] = {"invariant": "✓", "undecided": "?", "moved": "✗"}
 _COLOURS: dict[str, str] = {"invariant": "green", "undecided": "yellow", "moved": "red"}
+
+# Neighbours that the colour-blind tell apart (after Paul Tol); markers tell the rest.
+_PALETTE = (
+    *("#000000", "#CC6677", "#332288", "#DDCC77", "#117733", "#88CCEE"),
+    *("#882255", "#E69F00", "#44AA99", "#999933", "#AA4499"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h", "d")
+# A drift of nothing at all is drawn here: logarithms have no zero.
+_FLOOR = 1e-17
+
+
+@final
+@dataclass(frozen=True)
+class Tolerances:
+    """How much a measure may drift, relative to its value, and still be called invariant.
+
+    `closed` for closed forms and users' functions; what has a stated optimality gap may drift by
+    the gaps on top, an estimate by `errors` combined standard errors, and a supremum that was
+    searched for by `searched`.
+    """
+
+    closed: float = 1e-8
+    errors: float = 4.0
+    searched: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("closed", "errors", "searched"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidValue(f"{name} of Tolerances must be a number ≥ 0. Got {value!r}.")
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """What a measure said of one model."""
+
+    value: float
+    certainty: str
+    stderr: float = 0.0
+    gap: float = 0.0
+    searched: bool = False
+    above: bool = False  # an upper bound, which may exceed its measure by more than its error
+    declared: frozenset[Symmetry] | None = None
+
+    @classmethod
+    def of(cls, m: Measurement) -> Reading:
+        return cls(
+            m.value,
+            m.certainty,
+            m.stderr,
+            m.gap,
+            m.lower_bound,
+            m.bound == "upper",
+            m.invariant_to,
+        )
+
+    def resolved(self, errors: float) -> bool:
+        """Whether the value is told from zero, so that its standard error can be believed."""
+        return not self.above and (self.stderr == 0 or abs(self.value) > errors * self.stderr)
+
+
+@final
+@dataclass(frozen=True)
+class Judgement:
+    drift: float
+    tolerance: float
+    verdict: Verdict
+
+
+def judge(
+    before: Reading, after: Reading, tolerances: Tolerances, excuse: float = 0.0
+) -> Judgement:
+    """Compare two readings of one measure; `excuse` is how far the function itself moved."""
+    change = abs(after.value - before.value)
+    size = abs(before.value)
+    allowed = before.gap + after.gap + tolerances.errors * math.hypot(before.stderr, after.stderr)
+    tolerance = tolerances.closed + _EXCUSED * excuse + _relative(allowed, size)
+    if before.searched or after.searched:
+        tolerance += tolerances.searched
+    drift = _relative(change, size)
+    if math.isnan(drift):
+        return Judgement(math.inf, tolerance, "moved")
+    if drift <= tolerance:
+        return Judgement(drift, tolerance, "invariant" if tolerance < _USELESS else "undecided")
+    sure = before.resolved(tolerances.errors) and after.resolved(tolerances.errors)
+    return Judgement(drift, tolerance, "moved" if sure else "undecided")
+
+
+def _relative(change: float, size: float) -> float:
+    if change == 0:
+        return 0.0
+    return change / size if size > 0 else math.inf
 
 
 @final
@@ -102,7 +206,9 @@ class Audited(Mapping[str, Drift]):
         if self.declared is None:
             return "–"
         return (
-            "every rescaling" if len(self.declared) == 4 else ", ".join(self.declared) or "nothing"
+            "every rescaling"
+            if set(self.declared) == set(KINDS)
+            else ", ".join(self.declared) or "nothing"
         )
 
 
@@ -181,9 +287,7 @@ class Audit(Mapping[str, Audited]):
 
     def plot(self, path: str | Path) -> Path:
         """Draw drift against spread as a picture, a panel for each kind of rescaling."""
-        from saltflat.audit.plot import plot
-
-        return plot(self, Path(path))
+        return _plot(self, Path(path))
 
     def __rich__(self) -> Table:
         title = f"Audit of {self.model}: " + (
@@ -237,3 +341,55 @@ def _drift(content: Mapping[str, Any]) -> Drift:
     values["drift"], values["tolerance"] = float(values["drift"]), float(values["tolerance"])
     values["curve"] = {float(spread): float(d) for spread, d in values["curve"].items()}
     return Drift(**values)
+
+
+def _plot(audit: Audit, path: Path) -> Path:
+    """One panel for each kind of rescaling, one line a measure; both axes are logarithmic."""
+    if not audit.kinds or not len(audit):
+        raise InvalidValue("There is nothing to draw: the audit has no measure or no rescaling.")
+    try:
+        figures = import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingDependency(
+            "A picture needs matplotlib, which is not installed. "
+            "Install it with: pip install matplotlib"
+        ) from error
+    count = len(audit.kinds)
+    figure = figures.Figure(figsize=(2.6 + 3.0 * count, 4.2), layout="constrained")
+    axes = figure.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
+    for axis, kind in zip(axes, audit.kinds, strict=True):
+        _panel(axis, audit, kind)
+    axes[0].set_ylim(bottom=_FLOOR / 5)  # of all panels; only now, since it ends autoscaling
+    axes[0].set_ylabel("relative drift of the measure")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(f"{audit.model}: same function, other weights", x=0.01, ha="left", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+    return path
+
+
+def _panel(axis: Any, audit: Audit, kind: str) -> None:
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    tolerance = audit.tolerances.closed
+    axis.axhspan(_FLOOR / 5, tolerance, color="0.93", zorder=0)
+    axis.text(
+        *(0.98, tolerance), "invariant", transform=axis.get_yaxis_transform(), color="0.45"
+    ).set(ha="right", va="top", fontsize=8)
+    for index, (name, row) in enumerate(audit.items()):
+        curve = row[kind].curve
+        axis.plot(
+            list(curve),
+            [max(drift, _FLOOR) if math.isfinite(drift) else math.nan for drift in curve.values()],
+            color=_PALETTE[index % len(_PALETTE)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            linewidth=1.4,
+            markersize=5,
+            label=name,
+        )
+    axis.set_title(f"{kind} rescaling", fontsize=10, loc="left")
+    axis.set_xlabel("spread of the factors")
+    axis.grid(True, which="major", linewidth=0.4, color="0.85")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

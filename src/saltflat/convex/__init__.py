@@ -1,6 +1,6 @@
 """The convex problems that the measures stand on: pure functions of numbers, no models."""
 
-from saltflat.convex.balance import Balanced, balance
+from saltflat.convex.balancing import Balanced, balance, components
 from saltflat.convex.geometric import Degenerate, Minimum, minimise
 
-__all__ = ["Balanced", "Degenerate", "Minimum", "balance", "minimise"]
+__all__ = ["Balanced", "Degenerate", "Minimum", "balance", "components", "minimise"]

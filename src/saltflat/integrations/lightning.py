@@ -40,11 +40,14 @@ from torch.optim import Optimizer
 from saltflat.errors import InvalidValue, MissingDependency
 from saltflat.measures.base import Measure
 from saltflat.session import RandomState
-from saltflat.training.bn_sharpness import BNSharpnessSGD
-from saltflat.training.monitor import CHEAP, Monitor
-from saltflat.training.monitor_log import Record
-from saltflat.training.perturb import random_states
-from saltflat.training.wrapper import PerturbedOptimizer
+from saltflat.training import (
+    CHEAP,
+    BNSharpnessSGD,
+    Monitor,
+    PerturbedOptimizer,
+    Record,
+    random_states,
+)
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -25,10 +25,7 @@ from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
 from saltflat.measures.base import Measure
-from saltflat.training.fam import FAM
-from saltflat.training.monitor import CHEAP, Monitor
-from saltflat.training.monitor_log import Record
-from saltflat.training.wrapper import PerturbedOptimizer
+from saltflat.training import CHEAP, FAM, Monitor, PerturbedOptimizer, Record
 
 try:
     # The submodules: the package itself makes up names whose own imports fail.

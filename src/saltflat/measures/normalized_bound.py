@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saltflat.convex.balance import balance
-from saltflat.convex.pattern import components
+from saltflat.convex import balance, components
 from saltflat.curvature.curvature import Layer
 from saltflat.curvature.estimators import Quantity, mean_error
 from saltflat.measures.cross_fit import CrossFit, Line, evaluated, partial_means, root_bound

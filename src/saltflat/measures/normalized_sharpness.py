@@ -9,7 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from saltflat.convex.balance import balance
+from saltflat.convex import balance
 from saltflat.curvature.curvature import Layer
 from saltflat.curvature.estimators import Quantity
 from saltflat.errors import InvalidValue

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from scipy.sparse import coo_matrix, csr_matrix, vstack
 from torch import Tensor
 
-from saltflat.symmetries.ids import DERIVED, PINNED
 from saltflat.symmetries.propagate import Propagation
-from saltflat.symmetries.solve import independent, null_space
-
-Array = np.ndarray[Any, Any]
+from saltflat.symmetries.scales import DERIVED, PINNED
+from saltflat.symmetries.solve import Array, independent, null_space
 
 
 @dataclass(frozen=True)

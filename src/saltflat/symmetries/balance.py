@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
-from saltflat.convex.geometric import Minimum, minimise
+from saltflat.convex import Minimum, minimise
 from saltflat.curvature.api import diagonal as curvature_diagonal
 from saltflat.errors import ModelError
-from saltflat.symmetries.group import Group
-from saltflat.symmetries.rescale import Element, Exponents
+from saltflat.symmetries.element import Element, Exponents
+
+if TYPE_CHECKING:
+    from saltflat.symmetries.group import Group
 
 Floats = NDArray[np.float64]
 

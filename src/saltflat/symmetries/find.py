@@ -15,13 +15,12 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.risk import check_finite, check_parameters, logits, unwrap
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.assemble import Assembly, Basis
-from saltflat.symmetries.dead import liveness
-from saltflat.symmetries.evaluate import check_copy, memory, split
+from saltflat.symmetries.element import Exponents, duplicate
+from saltflat.symmetries.evaluate import check_copy, confirm, memory, split
 from saltflat.symmetries.group import Generator, Group, Kind
+from saltflat.symmetries.liveness import liveness
 from saltflat.symmetries.propagate import RULES, Propagation
-from saltflat.symmetries.rescale import Exponents, duplicate
 from saltflat.symmetries.tape import Answer, Tape, record
-from saltflat.symmetries.verify import confirm
 
 
 def symmetries(

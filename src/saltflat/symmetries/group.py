@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from rich.table import Table
 from scipy.sparse import csr_matrix
+from scipy.sparse.linalg import lsqr
 from torch import Tensor, nn
 
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidValue, nearest
 from saltflat.printing import plain_text
-from saltflat.symmetries import members
 from saltflat.symmetries.assemble import uniform
-from saltflat.symmetries.rescale import Element, Exponents
+from saltflat.symmetries.balance import balanced
+from saltflat.symmetries.element import Element, Exponents
 
 Kind = Literal["layer", "neuron", "batchnorm", "attention"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class Group:
         "layer" is one factor for all units of an activation: the α-scaling of Minimum Sharpness
         (Ibayashi et al., 2021, section 2) carried over to any graph.
         """
-        if kind not in get_args(Kind):
-            raise InvalidValue(f"kind must be one of {', '.join(get_args(Kind))}. Got {kind!r}.")
+        if kind not in KINDS:
+            raise InvalidValue(f"kind must be one of {', '.join(KINDS)}. Got {kind!r}.")
         if kind == "layer":
             return self._combined(uniform(self._scales, self._places))
         chosen = np.flatnonzero([g.kind == kind for g in self.generators])
@@ -145,19 +147,80 @@ class Group:
 
     def uniform(self, seed: int = 0, low: float = 5.0, high: float = 25.0) -> Element:
         """Factors drawn uniformly from [low, high], as in Petzka et al. (2019), section 3."""
-        return members.uniform(self, seed, low, high)
+        if not 0 < low <= high < math.inf:
+            raise InvalidValue(f"The factors must have 0 < low ≤ high. Got {low} and {high}.")
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.rand(len(self), generator=generator, dtype=torch.float64)
+        return self.element((low + (high - low) * draws).log())
 
     def alpha_scaling(self, alphas: Mapping[str, float]) -> Element:
-        """W_d → α_d W_d with Π α_d = 1 and b_d → (Π_{i≤d} α_i) b_d (Ibayashi et al., 2021)."""
-        return members.alpha_scaling(self, alphas)
+        """The layer-wise element that multiplies the weight `name` by `alphas[name]`.
+
+        Minimum Sharpness (Ibayashi et al., 2021, section 2): W_d → α_d W_d with Π α_d = 1; the
+        biases follow, b_d → (Π_{i≤d} α_i) b_d. Weights that are not named stay as they are.
+        """
+        layers = self.only("layer")
+        e = layers.exponents()
+        weights = [n for n in layers.parameters() if e.classes[n].ndim > 1]
+        for name, alpha in alphas.items():
+            if name not in e.classes:
+                raise InvalidValue(f"The group has no weight {name!r}. {nearest(name, weights)}")
+            if not 0 < alpha < math.inf:
+                raise InvalidValue(f"Factors must be positive. Got {alpha} for {name!r}.")
+        rows, target = [], []
+        for name in {*weights, *alphas}:
+            seen = e.classes[name].unique().numpy()
+            rows.append(seen)
+            target.append(np.full(len(seen), math.log(alphas.get(name, 1.0))))
+        matrix = e.matrix[np.concatenate(rows)] if rows else e.matrix[:0]
+        wanted = np.concatenate(target) if rows else np.empty(0)
+        u = lsqr(matrix, wanted, atol=1e-15, btol=1e-15)[0] if matrix.shape[1] else np.empty(0)
+        off = float(np.abs(matrix @ u - wanted).max(initial=0.0))
+        if off > 1e-9:
+            raise InvalidValue(
+                "No rescaling of whole layers multiplies the weights by these factors and keeps "
+                f"the function: the nearest is off by a factor of {math.exp(off):.3g}. In a chain "
+                "of layers the product of all factors must be 1."
+            )
+        return layers.element(torch.from_numpy(u))
 
     def row_column(self, layer: str, unit: int, alpha: float) -> Element:
-        """Row `unit` of a layer by 1/α, the next layer's column by α (Tsuzuku et al., eq. 15)."""
-        return members.row_column(self, layer, unit, alpha)
+        """The incoming weights of one unit by 1/α and the outgoing ones by α.
+
+        Normalized Flat Minima (Tsuzuku et al., 2020, section 5.1, equation 15).
+        """
+        if not 0 < alpha < math.inf:
+            raise InvalidValue(f"The factor must be positive. Got {alpha}.")
+        names = [g.name for g in self.generators]
+        if f"{layer}[{unit}]" not in names:
+            raise InvalidValue(
+                f"No generator is named {layer}[{unit}]. {nearest(f'{layer}[{unit}]', names)}"
+            )
+        u = torch.zeros(len(self), dtype=torch.float64)
+        u[names.index(f"{layer}[{unit}]")] = -math.log(alpha)
+        return self.element(u)
 
     def filters(self, factors: Mapping[str, float | Tensor]) -> Element:
-        """T_a: filters that feed BatchNorm by a_i > 0 (BN-Sharpness, definition 2.2)."""
-        return members.filters(self, factors)
+        """T_a: filter i of the layer `name` that feeds BatchNorm is multiplied by a_i > 0.
+
+        BN-Sharpness (definition 2.2). Everything but the filters, their biases and BatchNorm's
+        statistics stays as it is.
+        """
+        u = torch.zeros(len(self), dtype=torch.float64)
+        labels = {g.label for g in self.generators if g.kind == "batchnorm"}
+        for label, value in factors.items():
+            if label not in labels:
+                raise InvalidValue(
+                    f"No layer {label!r} has filters that feed BatchNorm. {nearest(label, labels)}"
+                )
+            values = torch.as_tensor(value, dtype=torch.float64)
+            if not bool((values > 0).all()):
+                raise InvalidValue(f"Factors must be positive. Got {value} for {label!r}.")
+            for i, g in enumerate(self.generators):
+                if g.label == label and g.kind == "batchnorm":
+                    assert g.unit is not None
+                    u[i] = float((values if values.ndim == 0 else values[g.unit]).log())
+        return self.element(u)
 
     def balance(self, model: nn.Module, data: Any, *args: Any, **options: Any) -> nn.Module:
         """A copy of the model with the same function and the least trace of the Hessian.
@@ -166,8 +229,6 @@ class Group:
         Arguments as in `saltflat.diagonal`. Where the least trace is only approached, as with
         filters that feed BatchNorm, what can be driven to zero is left where it is.
         """
-        from saltflat.symmetries.balance import balanced
-
         return balanced(self, model, data, *args, **options)
 
     # Printing.

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from saltflat.symmetries import linear, pointwise, reductions, views
-from saltflat.symmetries.contraction import Contraction
-from saltflat.symmetries.ids import PINNED, NotUnderstood, squash
-from saltflat.symmetries.scales import Scales
-from saltflat.symmetries.step import Operand, Outputs, Rule, Step, pinned
+from saltflat.symmetries.rules import (
+    Operand,
+    Outputs,
+    Rule,
+    Step,
+    contractions,
+    entrywise,
+    pinned,
+    shapes,
+)
+from saltflat.symmetries.rules.contractions import Contraction
+from saltflat.symmetries.scales import PINNED, NotUnderstood, Scales, squash
 from saltflat.symmetries.tape import Call, Ref, Slot, Tape, refs
 
-RULES: dict[Any, Rule] = {**views.RULES, **pointwise.RULES, **reductions.RULES, **linear.RULES}
+RULES: dict[Any, Rule] = {**shapes.RULES, **entrywise.RULES, **contractions.RULES}
 
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
 

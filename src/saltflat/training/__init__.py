@@ -1,1 +1,23 @@
-"""Training toward flat minima: regularizers and optimizers."""
+"""Training toward flat minima: regularizers, optimizers and a monitor."""
+
+from saltflat.training.bn_sharpness import BNSharpnessSGD
+from saltflat.training.entropy_sgd import EntropySGD
+from saltflat.training.fam import FAM
+from saltflat.training.monitor import CHEAP, Budget, Monitor, Record
+from saltflat.training.perturbing import PerturbedOptimizer, random_states
+from saltflat.training.sam import SAM
+from saltflat.training.sharpness_penalty import SharpnessPenalty
+
+__all__ = [
+    "CHEAP",
+    "FAM",
+    "SAM",
+    "BNSharpnessSGD",
+    "Budget",
+    "EntropySGD",
+    "Monitor",
+    "PerturbedOptimizer",
+    "Record",
+    "SharpnessPenalty",
+    "random_states",
+]

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measures.batchnorm import Feeds
 from saltflat.risk import unwrap
-from saltflat.symmetries.find import symmetries
-from saltflat.symmetries.group import Group
-from saltflat.training.perturb import Handle, listen
+from saltflat.symmetries import Group, symmetries
+from saltflat.training.perturbing import Handle, listen
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

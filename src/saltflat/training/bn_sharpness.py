@@ -15,8 +15,8 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.training.bn_filters import Filters, FilterSearch, named_filters, scale_free
 from saltflat.training.bn_spheres import Spheres, along, at_least_tiny, slope
 from saltflat.training.checks import check_number
+from saltflat.training.perturbing import Closure, PerturbedOptimizer, Walk
 from saltflat.training.vectors import Vector, copies, put, scale, total_norm
-from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
 
 _OWN = (
     "delta",

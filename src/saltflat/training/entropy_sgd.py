@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from saltflat.errors import InvalidValue
 from saltflat.training.checks import check_number
-from saltflat.training.perturb import FrozenStatistics
+from saltflat.training.perturbing import FrozenStatistics
 from saltflat.training.vectors import copies, put
 
 

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.training.checks import check_number
-from saltflat.training.sharing import check_base
+from saltflat.training.perturbing import Closure, PerturbedOptimizer, Walk, check_base
 from saltflat.training.vectors import copies, put, scale, total_norm
-from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
 
 
 @final

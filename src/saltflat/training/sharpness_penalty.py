@@ -27,8 +27,7 @@ from saltflat.losses import LossLike
 from saltflat.measures.base import Context
 from saltflat.measures.normalized_sharpness import balance_layer
 from saltflat.risk import Risk, unwrap
-from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace
-from saltflat.symmetries.group import Group
+from saltflat.symmetries import Group, Least, NegativeCurvature, least_trace
 from saltflat.training.checks import check_number
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]

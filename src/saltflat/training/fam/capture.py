@@ -1,4 +1,4 @@
-"""What a penalty keeps of a forward pass, and the hooks that bring it.
+"""The layers that FAM speaks of, what it keeps of a forward pass, and the hooks that bring it.
 
 The hooks belong to one model object. A copy of the model (deepcopy, pickle) gets silent ones in
 their place, and a model whose recorder is gone keeps none.
@@ -8,22 +8,60 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from saltflat.errors import ModelError
-from saltflat.training.layers import Layer, apply
+from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.training.fam.flatness import Layer, apply
 
 _NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
 # Compiled code does not look for hooks that came after it.
 _COMPILED = (
     " If the model was compiled and called before, call torch.compiler.reset() after making FAM."
 )
+
+
+def choose(model: nn.Module, layer: str | Iterable[str] | None) -> dict[str, Layer]:
+    """The layers by name; None is the last Linear, the weights that leave the penultimate
+    representation (the paper's section 4)."""
+    known: dict[str, Layer] = {n: m for n, m in model.named_modules() if isinstance(m, Layer)}
+    if layer is None:
+        # Attention holds its output projection as a Linear that it never calls.
+        called = [n for n, m in known.items() if type(m) is not NonDynamicallyQuantizableLinear]
+        linear = [n for n in called if isinstance(known[n], nn.Linear)]
+        if not linear:
+            raise ModelError(
+                "FAM found no Linear layer in the model. Name a layer: layer='features.0'."
+            )
+        return {linear[-1]: known[linear[-1]]}
+    names = [layer] if isinstance(layer, str) else _listed(layer)
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known)
+            raise InvalidValue(
+                "The 'layer' argument of FAM must name a Linear or Conv layer of the model. "
+                f"Got {name!r}; {hint[0].lower()}{hint[1:]}"
+            )
+    return {name: known[name] for name in names}
+
+
+def _listed(layer: Iterable[str]) -> list[str]:
+    names = list(layer) if isinstance(layer, Iterable) else [layer]
+    if not names:
+        raise InvalidValue("The 'layer' argument of FAM is an empty list. Name a layer.")
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidType(
+                "The 'layer' argument of FAM must be a name or a list of names. "
+                f"Got {type(name).__name__}."
+            )
+    return names
 
 
 @final

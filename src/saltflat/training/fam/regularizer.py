@@ -15,9 +15,9 @@ from saltflat.curvature.estimators import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import LossLike, resolve
 from saltflat.risk import Output, logits, unwrap
-from saltflat.training.capture import Call, Forward, Recorder
-from saltflat.training.layers import Layer, choose
-from saltflat.training.penalty import Choices, Penalty, Step
+from saltflat.training.fam.capture import Call, Forward, Recorder, choose
+from saltflat.training.fam.flatness import Layer
+from saltflat.training.fam.penalty import Choices, Penalty, Step
 
 
 @final

@@ -1,23 +1,285 @@
-"""Optimizers that need gradients at perturbed weights before another optimizer takes the step."""
+"""Optimizers that need gradients at perturbed weights before another optimizer takes the step.
+
+A perturbed pass must leave alone running statistics and the order of random numbers. An optimizer
+is given parameters, not a model. The modules are met while they run, through torch's
+global module hooks, which are there only as long as they are needed. `torch.compile(model)` runs
+the hooks outside of the compiled code; a model compiled in place, `model.compile()`, runs eagerly
+while hooks are there.
+"""
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.optim import Optimizer
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from saltflat.errors import InvalidValue
-from saltflat.training.perturb import FrozenStatistics, Replay
-from saltflat.training.sharing import SharingOptimizer
+from saltflat.errors import InvalidType, InvalidValue
+from saltflat.session import RandomState
+from saltflat.training.vectors import copies
 
 Closure = Callable[[], Any]
 Walk = Generator[str, None, None]
+_SHARED_HOOKS = tuple(
+    f"_optimizer_{verb}_{when}_hooks"
+    for verb in ("state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class SharingOptimizer(Optimizer, ABC):
+    """Groups, state and state-dict hooks are those of `base`; `defaults` are settings on top."""
+
+    base: Optimizer
+
+    def __init__(self, base: Optimizer, defaults: dict[str, Any]) -> None:
+        check_base(base, type(self).__name__)
+        super().__init__([dict(group) for group in base.param_groups], defaults)
+        self._adopt(base)
+        for group in self.param_groups:
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+        self.defaults = {**base.defaults, **defaults}
+
+    def _setting(self, group: Mapping[str, Any], name: str) -> Any:
+        # Groups that the base optimizer added or loaded do not hold it.
+        return group.get(name, self.defaults[name])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        base = self.__dict__.get("base")
+        if base is None:  # during construction; the base has its groups already
+            super().add_param_group(param_group)
+            return
+        base.add_param_group(param_group)
+        for name, value in self.defaults.items():
+            param_group.setdefault(name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+    def _keep_settings(self, base: Optimizer) -> None:
+        """Groups that were loaded from a plain optimizer's state keep the settings of this one."""
+        for old, new in zip(self.param_groups, base.param_groups, strict=True):
+            for name in self.defaults.keys() - base.defaults.keys():
+                if name in old:
+                    new.setdefault(name, old[name])
+
+    def _adopt(self, base: Optimizer) -> None:
+        self.base = base
+        for name in _SHARED_HOOKS:
+            setattr(self, name, getattr(base, name))
+        itself = weakref.ref(self)
+
+        def link(base: Optimizer) -> None:
+            if (optimizer := itself()) is not None:
+                optimizer._keep_settings(base)
+                optimizer.param_groups, optimizer.state = base.param_groups, base.state
+
+        base.register_load_state_dict_post_hook(link)
+        self.param_groups, self.state = base.param_groups, base.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"base": self.base, "defaults": self.defaults}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({k: v for k, v in state.items() if k != "base"})
+        self._adopt(state["base"])
+
+
+def check_base(base: Any, name: str) -> None:
+    """Refuse what cannot be the base of the optimizer `name`."""
+    if not isinstance(base, Optimizer):
+        raise InvalidType(
+            f"{name} wraps an optimizer that is there already: "
+            f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), …). Got {type(base).__name__} in "
+            "its place."
+        )
+    if isinstance(base, SharingOptimizer | LBFGS):
+        raise InvalidType(
+            f"{type(base).__name__} evaluates the loss itself and cannot be the base of another "
+            "optimizer. Use one whose step() needs no closure."
+        )
+
+
+@final
+class Hush:
+    """As long as there are hooks of ours, no warning that torch.compile's wrapper runs them too.
+
+    That is what is wanted here. The warning is given where a user calls a model, so only a filter
+    reaches it; it goes with the last of the hooks.
+    """
+
+    _open = 0
+
+    def __init__(self) -> None:
+        message = "Using `torch.compile.module.` when there are global"
+        warnings.filterwarnings("ignore", message=message)  # there once, however often it is made
+        self._filter = warnings.filters[0]
+        Hush._open += 1
+
+    def remove(self) -> None:
+        Hush._open -= 1
+        if Hush._open == 0 and self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+
+Handle = RemovableHandle | Hush
+
+
+def listen(
+    before: Callable[[nn.Module, Any], None],
+    after: Callable[[nn.Module, Any, Any], None] | None = None,
+) -> list[Handle]:
+    """Call `before` and `after` around the forward pass of every module, also a failing one."""
+    handles: list[Handle] = [
+        Hush(),
+        register_module_forward_pre_hook(torch.compiler.disable(before)),
+    ]
+    if after is not None:
+        handles.append(
+            register_module_forward_hook(torch.compiler.disable(after), always_call=True)
+        )
+    return handles
+
+
+@final
+class FrozenStatistics:
+    """Between `open` and `close`, forward passes leave BatchNorm's running statistics alone.
+
+    For the time of a forward pass the statistics are exchanged for copies. The tensors themselves
+    are never written to, as autograd may have saved them. Modules that hold no parameter of the
+    optimizer are none of its business.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._handles: list[Handle] = []
+        self._outermost: nn.Module | None = None
+        self._depth = 0
+        self._lent: list[tuple[nn.Module, str, Tensor]] = []
+
+    def open(self) -> None:
+        if not self._handles:
+            self._handles = listen(self._before, self._after)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._give_back()
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        optimizer = self._optimizer()
+        if self._outermost is None and optimizer is not None and trains(optimizer, module):
+            self._outermost = module
+            self._lend(module)
+        if module is self._outermost:
+            self._depth += 1
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        if module is self._outermost:
+            self._depth -= 1
+            if self._depth == 0:
+                self._give_back()
+
+    def _lend(self, outermost: nn.Module) -> None:
+        for module in outermost.modules():
+            if module.training and module._buffers.get("running_mean") is not None:
+                for name in STATISTICS:
+                    buffer = module._buffers.get(name)
+                    if buffer is not None:
+                        self._lent.append((module, name, buffer))
+        if self._lent:
+            instead = copies([buffer for _, _, buffer in self._lent])
+            for (module, name, _), copy in zip(self._lent, instead, strict=True):
+                module._buffers[name] = copy
+
+    def _give_back(self) -> None:
+        for module, name, buffer in self._lent:
+            module._buffers[name] = buffer
+        self._lent, self._outermost, self._depth = [], None, 0
+
+
+def trains(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether the module holds a parameter of the optimizer."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in own for p in module.parameters())
+
+
+def random_states(optimizer: Optimizer) -> list[RandomState]:
+    """The global random generators now, those of the parameters' devices included."""
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    return [RandomState((), device) for device in devices]
+
+
+@final
+class Replay:
+    """Lets a later pass draw the random numbers that the first pass drew: the same dropout masks.
+
+    The first pass begins where `mark` is called or, after `arm`, with the first forward pass, with
+    gradients on, of a module that holds a parameter of the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._start: list[RandomState] = []
+        self._now: list[RandomState] = []
+        self._handles: list[Handle] = []
+
+    def arm(self) -> None:
+        self._start = []
+        if not self._handles:
+            self._handles = listen(self._before)
+
+    def mark(self) -> None:
+        self._disarm()
+        self._start = self._states()
+
+    def pause(self) -> None:
+        """The first pass, or one with random numbers of its own, is over."""
+        self._disarm()
+        self._now = self._states()
+
+    def rewind(self) -> None:
+        for state in self._start:
+            state.restore()
+
+    def resume(self) -> None:
+        """Go on where `pause` was called."""
+        for state in self._now:
+            state.restore()
+        self._now = []
+
+    def _states(self) -> list[RandomState]:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "called by the optimizer itself"
+        return random_states(optimizer)
+
+    def _disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            self._disarm()
+            return
+        if torch.is_grad_enabled() and trains(optimizer, module):
+            self.mark()
 
 
 class PerturbedOptimizer(SharingOptimizer, ABC):

@@ -1,26 +1,44 @@
-"""Relative flatness of the layers of one forward pass: which way to compute it, and by it."""
+"""Relative flatness of the layers of one forward pass: which way to compute it, and by it.
+
+**Constants that are none.** Relative flatness is a second derivative in one layer. BatchNorm in
+training mode couples the samples above that layer through its statistics; these are held constant
+in the second derivative. What comes out still depends on them, and the training gradient must see
+that. So they pass through a gate that is shut while the penalty takes its own derivatives, and open
+afterwards.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch
-from saltflat.training.capture import Call
-from saltflat.training.flatness import Form, closed_form, joint, pull, units, weigh
-from saltflat.training.freeze import Switch, constant_statistics, gate
-from saltflat.training.layers import Layer, Site, rows_of, weight_of
+from saltflat.training.fam.capture import Call
+from saltflat.training.fam.flatness import (
+    Form,
+    Layer,
+    Site,
+    closed_form,
+    joint,
+    pull,
+    rows_of,
+    units,
+    weigh,
+    weight_of,
+)
 
 _MANY = 1024  # directions a sample: more is worth a warning
 _JOINT = 4096  # outputs of a batch whose joint Hessian is written out at most
@@ -297,3 +315,114 @@ def _warn_if_many(count: int, what: str) -> None:
             "estimator=Hutchinson(probes) costs a fixed number of products instead.",
             stacklevel=6,
         )
+
+
+@final
+@dataclass(slots=True)
+class Switch:
+    """Whether gates are shut."""
+
+    shut: bool = True
+
+
+class _Gate(torch.autograd.Function):
+    """The identity, through which no derivative passes while its switch is shut."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, switch: Switch) -> Tensor:
+        ctx.switch = switch
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return (None if ctx.switch.shut else gradient), None
+
+
+def gate(value: Tensor, switch: Switch) -> Tensor:
+    """`value`, a constant to derivatives that are taken while `switch` is shut."""
+    gated: Tensor = _Gate.apply(value, switch)  # type: ignore[no-untyped-call]
+    return gated
+
+
+@contextmanager
+def constant_statistics(
+    outputs: Tensor, edges: Iterable[GradientEdge], samples: int, switch: Switch
+) -> Iterator[bool]:
+    """Within, derivatives of the outputs at the edges take batch statistics for constants.
+
+    Yields whether there are any between the outputs and the edges. BatchNorm's own node is left
+    to run, and what it returns is replaced by γ/σ times what arrived.
+    """
+    handles: list[RemovableHandle] = []
+    try:
+        for node in _between(outputs, edges):
+            _check(node)
+            if _couples(node, samples):
+                handles.append(_hold(node, switch))
+        yield bool(handles)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _between(outputs: Tensor, edges: Iterable[GradientEdge]) -> list[Node]:
+    """The nodes of the graph on the way from the outputs to any of the edges."""
+    parents: dict[Node, list[Node]] = {}
+    stack = [outputs.grad_fn] if outputs.grad_fn is not None else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            parents.setdefault(child, []).append(node)
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+    above: dict[Node, None] = {}
+    stack = [edge.node for edge in edges]
+    while stack:
+        for parent in parents.get(stack.pop(), []):
+            if parent not in above:
+                above[parent] = None
+                stack.append(parent)
+    return list(above)
+
+
+def _check(node: Node) -> None:
+    name = node.name()
+    if "ScaledDotProduct" in name:
+        raise ModelError(
+            "Fused attention above the layer has no second derivative. Run the model within "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
+    if "CompiledFunction" in name:
+        raise ModelError(
+            "The layers above are compiled to a kernel without second derivatives. Compile with "
+            "backend='eager' or not at all, or choose the output layer."
+        )
+
+
+def _couples(node: Any, samples: int) -> bool:
+    """BatchNorm with batch statistics. InstanceNorm runs as the same operation on one row."""
+    name = node.name()
+    if "BatchNorm" not in name or not hasattr(node, "_saved_input"):
+        return False
+    return bool(node._saved_training) and len(node._saved_input) > 1 and samples > 1
+
+
+def _hold(node: Any, switch: Switch) -> RemovableHandle:
+    x = node._saved_input
+    wide = torch.promote_types(x.dtype, torch.float32)
+    others = [d for d in range(x.ndim) if d != 1]
+    variance = x.to(wide).var(others, correction=0, keepdim=True)
+    eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+    factor = gate((variance + eps).rsqrt(), switch)
+    if node._saved_weight is not None:
+        factor = factor * node._saved_weight.reshape(variance.shape)
+
+    def replace(below: tuple[Tensor, ...], above: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ((above[0] * factor).to(above[0].dtype), *below[1:])
+
+    handle: RemovableHandle = node.register_hook(replace)
+    return handle

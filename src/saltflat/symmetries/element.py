@@ -1,4 +1,4 @@
-"""Apply a rescaling: a new model with the same function."""
+"""A rescaling, and how it is applied: a new model with the same function."""
 
 from __future__ import annotations
 

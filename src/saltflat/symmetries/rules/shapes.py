@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from saltflat.symmetries.ids import ANY, PINNED, NotUnderstood, repeat
-from saltflat.symmetries.step import Operand, Outputs, Rule, Step, ids_of
+from saltflat.symmetries.rules import Operand, Outputs, Step, ids_of, rules_of
+from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, repeat
 
 aten = torch.ops.aten
 
@@ -157,45 +157,27 @@ def first_of_two(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
     return [x.ids, torch.full((), PINNED).expand(step.shapes[1])]
 
 
-def _rules() -> dict[Any, Rule]:
-    moving = [
+RULES = rules_of({
+    **dict.fromkeys([
         "permute", "t", "transpose", "expand", "squeeze", "unsqueeze", "select", "slice", "split",
         "split_with_sizes", "unbind", "cat", "stack", "flip", "roll", "repeat", "diagonal",
         "slice_scatter", "select_scatter", "diagonal_scatter", "tril", "triu", "pixel_shuffle",
         "pixel_unshuffle", "unfold", "narrow", "movedim", "alias", "detach", "lift_fresh_copy",
         "channel_shuffle", "rot90", "diag_embed",
-    ]  # fmt: skip
-    keeping = ["relu", "leaky_relu", "abs", "neg", "clone", "positive", "dropout", "conj"]
-    rules: dict[Any, Rule] = {}
-    for name in moving:
-        rules |= dict.fromkeys(overloads(name), move)
-    for name in keeping:
-        rules |= dict.fromkeys(overloads(name), same)
-    for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten"):
-        rules |= dict.fromkeys(overloads(name), reshape)
-    # One looks at bits as if they were of another type, the other takes its start from a tensor.
-    del rules[aten.view.dtype], rules[aten.narrow.Tensor]
-    for name in ("full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones",
-                 "new_full", "new_empty"):  # fmt: skip
-        rules |= dict.fromkeys(overloads(name), blank)
-    for name in ("index", "_unsafe_index"):
-        rules |= dict.fromkeys(overloads(name), index)
-    for name, rule in {
-        "constant_pad_nd": pad, "_to_copy": cast, "to": cast, "index_select": pick, "gather": pick,
-        "embedding": embedding, "_embedding_bag": embedding_bag, "index_add": index_add,
-        "_embedding_bag_forward_only": embedding_bag, "index_put": index_put,
-        "native_dropout": first_of_two, "scatter_add": scatter, "scatter": scatter,
-        "scatter_reduce": scatter,
-    }.items():  # fmt: skip
-        rules |= dict.fromkeys(overloads(name), rule)
-    return rules
-
-
-def overloads(name: str) -> list[Any]:
-    """The forms of an operation that write to nothing but their result."""
-    packet = getattr(aten, name)
-    found = [getattr(packet, o) for o in packet.overloads()]
-    return [o for o in found if not o._schema.is_mutable]
-
-
-RULES = _rules()
+    ], move),
+    **dict.fromkeys(
+        ["relu", "leaky_relu", "abs", "neg", "clone", "positive", "dropout", "conj"], same
+    ),
+    **dict.fromkeys(["view", "_unsafe_view", "reshape", "flatten", "unflatten"], reshape),
+    **dict.fromkeys([
+        "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_full",
+        "new_empty",
+    ], blank),
+    "index": index, "_unsafe_index": index, "constant_pad_nd": pad, "_to_copy": cast, "to": cast,
+    "index_select": pick, "gather": pick, "embedding": embedding, "_embedding_bag": embedding_bag,
+    "_embedding_bag_forward_only": embedding_bag, "index_add": index_add, "index_put": index_put,
+    "native_dropout": first_of_two, "scatter_add": scatter, "scatter": scatter,
+    "scatter_reduce": scatter,
+})  # fmt: skip
+# One looks at bits as if they were of another type, the other takes its start from a tensor.
+del RULES[aten.view.dtype], RULES[aten.narrow.Tensor]

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from saltflat.symmetries.evaluate import Evaluation, evaluation
+from saltflat.symmetries.solve import Array
 
 #: relative to the largest derivative; rounding in float64 leaves about 1e-16
 NOTHING = 1e-13
 #: random points at which a unit must be without effect; one is inactive there by chance, not at all
 POINTS = 12
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

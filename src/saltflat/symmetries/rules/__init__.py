@@ -1,17 +1,15 @@
-"""What a rule is given: one operation and its operands with the ids of their scales."""
+"""What a rule is given, one operation and its operands with the ids of their scales, and gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.contraction import Contraction
-from saltflat.symmetries.ids import ANY, PINNED, NotUnderstood
-from saltflat.symmetries.scales import Scales
+from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales
 
 
 @final
@@ -69,7 +67,7 @@ class Step:
 
     op: Any
     scales: Scales
-    contract: Contraction
+    contract: Callable[[Tensor, Tensor], Tensor]
     shapes: tuple[tuple[int, ...], ...]
     where: str
 
@@ -82,3 +80,15 @@ class Step:
 #: it holds integers or truth values
 Outputs = Tensor | Sequence[Tensor | None] | None
 Rule = Callable[..., Outputs]
+
+
+def rules_of(table: Mapping[str, Rule]) -> dict[Any, Rule]:
+    """The rule of every form of the operations that the table names."""
+    return {form: rule for name, rule in table.items() for form in overloads(name)}
+
+
+def overloads(name: str) -> list[Any]:
+    """The forms of an operation that write to nothing but their result."""
+    packet = getattr(torch.ops.aten, name)
+    forms = [getattr(packet, o) for o in packet.overloads()]
+    return [o for o in forms if not o._schema.is_mutable]
