@@ -7,7 +7,7 @@ the outputs have too many directions, and probes with a standard error for the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -146,24 +146,50 @@ class Curvature:
         self.risk, self.matrix, self.seed = risk, matrix, seed
         self.estimator, self.settings = estimator or Hutchinson(), settings or Settings()
         self.warnings: list[str] = []
+        # What a user's own turned out to be, once it was looked at.
+        self.loss: Loss | JointLoss | None = (
+            risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
+        )
         self._first: Found | None = None  # of the first sweep
         self._eigenvalues: dict[tuple[tuple[str, ...], float], Eigenpair] = {}
+
+    def look(self, first: Batch | None = None) -> Plan:
+        """Probe the model on the first batch, and the loss where it is a user's own."""
+        risk, certify = self.risk, self.settings.certify
+        first = first or next(risk.batches())
+        # One sample alone does not show whether samples depend on each other.
+        several = first if first.size > 1 else _gather(risk, first, 4)
+        plan = plan_for(risk, several, certify)
+        if certify == "none":
+            plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
+        if self.loss is None:
+            # A part of a batch whose samples depend on each other may make no sense.
+            wanted = first.size if plan.coupled else 8
+            few, outputs = halving(lambda most: _few(risk, first, most), wanted)
+            self.loss = _told_apart(risk, outputs, few)
+        return plan
+
+    def _weaken(self, plan: Plan, reason: NotCertified | NotAdditive) -> Plan:
+        """The plan, or the loss, after a chunk showed that it is not what it seemed."""
+        if isinstance(reason, NotCertified):
+            return _weaker(plan, reason.plan)
+        assert isinstance(self.loss, CustomLoss)
+        self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
+        return plan
 
     def find(self, kinds: frozenset[Kind], groups: int = 0) -> Found:
         """Several kinds of quantities from one sweep, of estimates this many groups of draws."""
         batches = self.risk.batches()
         first = next(batches)
-        plan = start(self.risk, first, self.settings)
+        plan = self.look(first)
         stream: Iterable[Batch] = chain([first], batches)
         blocks = _Blocks(self, kinds, groups)
         while True:
             try:
                 found = blocks.find(plan, stream, first)
                 break
-            except NotCertified as other:
-                plan = _weaker(plan, other.plan)
-            except NotAdditive:
-                give_up_on_samples(self.risk)
+            except (NotCertified, NotAdditive) as reason:
+                plan = self._weaken(plan, reason)
             stream = self.risk.batches()
         self.warnings += [w for w in found.warnings if w not in self.warnings]
         self._first = self._first or found
@@ -188,20 +214,18 @@ class Curvature:
         key = (*names,), tol
         if key not in self._eigenvalues:
             parameters = {name: self.risk.parameters[name] for name in names}
-            plan = start(self.risk, next(self.risk.batches()), self.settings)
+            plan = self.look()
             while key not in self._eigenvalues:
                 try:
                     product = self.products(names, plan)
                     self._eigenvalues[key] = spectrum.largest(product, parameters, tol, self.seed)
-                except NotCertified as other:
-                    plan = _weaker(plan, other.plan)
-                except NotAdditive:
-                    give_up_on_samples(self.risk)
+                except (NotCertified, NotAdditive) as reason:
+                    plan = self._weaken(plan, reason)
         return self._eigenvalues[key]
 
     def column_eigenvalues(self, layer: Layer, tol: float) -> Tensor:
         """The largest eigenvalue of the block of each input unit's column; 0 for columns of 0."""
-        plan = start(self.risk, next(self.risk.batches()), self.settings)
+        plan = self.look()
         name, matrix = layer.parameter, layer.matrix
         product = self.products([name], plan)
         count = len(matrix.columns(layer.weight))
@@ -223,7 +247,8 @@ class Curvature:
         """v ↦ C v for some of the blocks."""
         # A double backward keeps about four times what a forward pass does.
         chunk = plan.chunk(self.settings.budget(self.risk.device), 16)
-        return Products(self.risk, names, self.matrix, plan=plan, chunk=chunk)
+        assert self.loss is not None, "a plan comes with a look at the loss"
+        return Products(self.risk, self.loss, names, self.matrix, plan=plan, chunk=chunk)
 
     def layers(self) -> list[Layer]:
         """The weight matrices, in `named_parameters` order."""
@@ -340,16 +365,16 @@ class _Blocks:
     def _joint_reason(self, plan: Plan) -> str:
         if plan.coupled:
             return "outputs of a sample depend on the other samples of its batch"
-        if isinstance(self.risk.loss, JointLoss):
-            return f"the loss {self.risk.loss.name} is not a mean or a sum over samples"
+        if isinstance(self.whole.loss, JointLoss):
+            return f"the loss {self.whole.loss.name} is not a mean or a sum over samples"
         return ""
 
     def _exact(
         self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch], first: Batch
     ) -> int:
-        assert isinstance(self.risk.loss, Loss)
+        assert isinstance(self.whole.loss, Loss)
         like = torch.empty(first.size, *plan.outputs, device="meta")
-        count = direction_count(self.risk.loss, like, first.targets)
+        count = direction_count(self.whole.loss, like, first.targets)
         curved = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         try:
             if curved and count > self.settings.max_directions:
@@ -363,8 +388,10 @@ class _Blocks:
         return 0
 
     def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
+        assert isinstance(self.whole.loss, Loss)
         return Pass(
             self.risk,
+            self.whole.loss,
             requests,
             self.settings,
             must_be_linear=self.matrix == "hessian",
@@ -524,29 +551,19 @@ def _weaker(a: Plan, b: Plan) -> Plan:
     )
 
 
-def start(risk: Risk, first: Batch, settings: Settings) -> Plan:
-    """Probe the model on the first batch, and the loss where it is a user's own."""
-    # One sample alone does not show whether samples depend on each other.
-    several = first if first.size > 1 else _gather(risk, first, 4)
-    plan = plan_for(risk, several, settings.certify)
-    if settings.certify == "none":
-        plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
-    if isinstance(risk.loss, Loss | JointLoss):
-        return plan
-    # A part of a batch whose samples depend on each other may make no sense.
-    wanted = first.size if plan.coupled else 8
-    few, outputs = halving(lambda most: _few(risk, first, most), wanted)
-    _look_at_loss(risk, outputs, few)
-    risk.loss = classify(risk.loss, outputs, few, risk.parameters)
-    if not risk.loss.missing:
-        check_bend(risk.loss.call, risk.loss.name, outputs.detach(), few)
-    return plan
-
-
-def _look_at_loss(risk: Risk, outputs: Tensor, few: Batch) -> None:
-    """Refuse a user's loss that is not a function of outputs and targets alone."""
+def _told_apart(risk: Risk, outputs: Tensor, few: Batch) -> CustomLoss | JointLoss:
+    """A user's loss as a mean or a sum over samples, or as one that only all have together."""
     assert not isinstance(risk.loss, Loss | JointLoss)
-    call, name = risk.loss, describe(risk.loss)
+    _look_at_loss(risk, risk.loss, outputs, few)
+    loss = classify(risk.loss, outputs, few, risk.parameters)
+    if not loss.missing:
+        check_bend(loss.call, loss.name, outputs.detach(), few)
+    return loss
+
+
+def _look_at_loss(risk: Risk, call: Callable[..., Tensor], outputs: Tensor, few: Batch) -> None:
+    """Refuse a user's loss that is not a function of outputs and targets alone."""
+    name = describe(call)
     at = outputs.detach().requires_grad_()
     with torch.enable_grad():
         value = scalar(call, at, few.targets)
@@ -564,12 +581,6 @@ def _look_at_loss(risk: Risk, outputs: Tensor, few: Batch) -> None:
         risk.notes.append(
             f"the loss {name} has parameters of its own, held fixed and not measured: {listed(own)}"
         )
-
-
-def give_up_on_samples(risk: Risk) -> None:
-    """Take the loss for one that only all samples together have."""
-    assert isinstance(risk.loss, CustomLoss)
-    risk.loss = JointLoss(risk.loss.call, risk.loss.measured, risk.loss.missing)
 
 
 def _few(risk: Risk, first: Batch, wanted: int) -> tuple[Batch, Tensor]:

@@ -39,23 +39,24 @@ class Products:
     def __init__(
         self,
         risk: Risk,
+        loss: Loss | JointLoss,
         names: Sequence[str],
         matrix: MatrixName,
         *,
         plan: Plan,
         chunk: int,
     ) -> None:
-        self.risk, self.matrix, self.plan = risk, matrix, plan
+        self.risk, self.loss, self.matrix, self.plan = risk, loss, matrix, plan
         self.parameters = {name: risk.parameters[name] for name in names}
         self.chunk = chunk
         # A user's loss is checked on the first pass over the data.
-        self._unchecked = isinstance(risk.loss, CustomLoss)
+        self._unchecked = isinstance(loss, CustomLoss)
         self._calls = 0
         self._company = Company(risk)
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
-        check_derivatives(self.risk.loss)
+        check_derivatives(self.loss)
         v = [vector[name].to(p) for name, p in self.parameters.items()]
         try:
             # Samples that depend on each other cannot be cut.
@@ -81,10 +82,9 @@ class Products:
         return attempt
 
     def _product(self, v: list[Tensor]) -> list[Tensor]:
-        if isinstance(self.risk.loss, JointLoss):
-            return self._joint(self.risk.loss, v)
-        loss = self.risk.loss
-        assert isinstance(loss, Loss)
+        loss = self.loss
+        if isinstance(loss, JointLoss):
+            return self._joint(loss, v)
         sums = self._zeros()
         normaliser = 0.0
         additivity = None

@@ -230,6 +230,7 @@ class Pass:
     def __init__(
         self,
         risk: Risk,
+        loss: Loss,
         requests: Requests,
         settings: Settings,
         *,
@@ -237,8 +238,7 @@ class Pass:
         weights: Mapping[str, Weight] | None = None,
         draw: Draw | None = None,
     ) -> None:
-        assert isinstance(risk.loss, Loss)
-        self.risk, self.loss, self.requests = risk, risk.loss, requests
+        self.risk, self.loss, self.requests = risk, loss, requests
         self.weights, self.settings, self.draw = weights or {}, settings, draw
         self.must_be_linear = must_be_linear
         self.samples = 0  # that were swept over
@@ -247,7 +247,7 @@ class Pass:
         self.rules: dict[str, set[str]] = {name: set() for name in requests}
         self.sums: dict[tuple[Kind, str], Tensor] = {}
         self._pending: dict[tuple[Kind, str], Tensor] = {}  # of this chunk, until it is done
-        self._additivity = Additivity(risk.loss) if isinstance(risk.loss, CustomLoss) else None
+        self._additivity = Additivity(loss) if isinstance(loss, CustomLoss) else None
         self._company = Company(risk)
         self._generic: PerSample | None = None
         self._size: int | None = None  # samples a chunk, once memory has run out

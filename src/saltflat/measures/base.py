@@ -13,6 +13,7 @@ from saltflat.curvature.curvature import Curvature, Layer
 from saltflat.curvature.estimators import Quantity
 from saltflat.curvature.sweep import Kind
 from saltflat.errors import SaltflatError
+from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
 from saltflat.symmetries.find import symmetries
@@ -43,6 +44,15 @@ class Context:
     engine: Curvature | None = None
     _group: Group | None = None
     failures: dict[Kind, Exception] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Loss | JointLoss | None:
+        """The loss, a user's own as what it turned out to be."""
+        if self.engine is None:
+            return self.risk.loss if isinstance(self.risk.loss, Loss | JointLoss) else None
+        if self.engine.loss is None:
+            self.engine.look()
+        return self.engine.loss
 
     @property
     def group(self) -> Group:

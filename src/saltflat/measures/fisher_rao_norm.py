@@ -52,8 +52,8 @@ class FisherRaoNorm(Measure):
         return self.measurement(value=sum(by_layer.values()), exact=True, by_layer=by_layer)
 
     def _liang(self, context: Context) -> Measurement:
-        risk = context.risk
-        if not isinstance(risk.loss, Loss):
+        risk, loss = context.risk, context.loss
+        if not isinstance(loss, Loss):
             raise NotApplicable("The loss is not a mean or a sum over samples.")
         degree = _degree(context)
         total, samples, normaliser = 0.0, 0, 0.0
@@ -61,13 +61,13 @@ class FisherRaoNorm(Measure):
             with torch.no_grad():
                 outputs = risk.forward(batch)
             at = outputs.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(risk.loss.total(at, batch.targets), at)
+            (slope,) = torch.autograd.grad(loss.total(at, batch.targets), at)
             inner = (slope * outputs).double().reshape(batch.size, -1).sum(1)
             total += float(inner.square().sum())
-            samples += risk.loss.counted(outputs, batch.targets)
-            normaliser += risk.loss.normaliser(outputs, batch.targets)
+            samples += loss.counted(outputs, batch.targets)
+            normaliser += loss.normaliser(outputs, batch.targets)
         # The risk is the mean of ℓ = s n / N over the n samples that count, or the sum of ℓ = s.
-        scale = samples / divisor(risk.loss, normaliser) if risk.loss.mean else 1.0
+        scale = samples / divisor(loss, normaliser) if loss.mean else 1.0
         value = degree**2 * total * scale**2 / samples
         return self.measurement(value=value, exact=True, details={"degree": degree})
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.curvature import start
+from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.plan import Company
 from saltflat.curvature.recorder import Safe
 from saltflat.curvature.settings import Settings
@@ -112,13 +112,13 @@ class Landscape(Surface):
         self, risk: Risk, names: Sequence[str], *, memory_budget: int | None = None
     ) -> None:
         super().__init__(risk, names)
-        settings = Settings(memory_budget=memory_budget)
-        plan = start(risk, next(risk.batches()), settings)
+        curvature = Curvature(risk, settings=Settings(memory_budget=memory_budget))
+        plan = curvature.look()
+        self.loss = curvature.loss
         self.coupled = plan.coupled
         self._company = Company(risk)
         # A gradient keeps about twice what a forward pass does.
-        each = plan.width * 8 * (plan.inputs + plan.activations + plan.outputs.numel())
-        self.chunk = max(1, settings.budget(risk.device) // each)
+        self.chunk = plan.chunk(curvature.settings.budget(risk.device), 8)
 
     def _value(self) -> float:
         return self._halving(lambda: self._over_chunks(None))
@@ -150,10 +150,10 @@ class Landscape(Surface):
         return outputs
 
     def _over_chunks(self, sums: Gradient | None) -> float:
-        loss = self.risk.loss
+        loss = self.loss
         if isinstance(loss, CustomLoss | JointLoss):
             return self._together(loss.call, sums)
-        assert isinstance(loss, Loss), "users' own were told apart at the start"
+        assert loss is not None, "it was looked at"
         value = normaliser = 0.0
         for batch in self._chunks():
             outputs = self._forward(batch)
