@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,8 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from saltflat.audit.elements import Trial
-from saltflat.audit.result import ORDER, Audited, Drift, Judgement, Reading, Tolerances, judge
+from saltflat.audit.elements import Family, Trial
+from saltflat.audit.result import (
+    ORDER,
+    Audit,
+    Audited,
+    Drift,
+    Judgement,
+    Reading,
+    Tolerances,
+    judge,
+)
 from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.products import MatrixName
@@ -172,6 +182,7 @@ class Ledger:
     ) -> None:
         self.before, self.panel, self.model, self.inputs = before, panel, model, inputs
         self.output_drift = 0.0
+        self.trials: Counter[str] = Counter()
         self.notes: list[str] = []
         self.tolerances = tolerances
         if narrow(model, inputs, panel.output):
@@ -184,6 +195,7 @@ class Ledger:
 
     def add(self, trial: Trial) -> None:
         output = self.panel.output
+        self.trials[trial.kind] += 1
         moved_by = verify(self.model, trial.element, self.inputs, output=output)
         self.output_drift = max(self.output_drift, moved_by)
         moved = trial.element(self.model)
@@ -210,7 +222,23 @@ class Ledger:
         if note not in self.notes:
             self.notes.append(note)
 
-    def rows(self, kinds: Sequence[str]) -> dict[str, Audited]:
+    def audit(
+        self, model: str, kinds: Sequence[Family], spread: float, skipped: Mapping[str, str]
+    ) -> Audit:
+        """What the rescalings of these kinds came to, as the user gets it."""
+        return Audit(
+            self._rows(tuple(f.kind for f in kinds)),
+            skipped,
+            {f.kind: len(f) for f in kinds},
+            spread,
+            {f.kind: self.trials[f.kind] for f in kinds},
+            self.output_drift,
+            self.tolerances,
+            model,
+            (*self.panel.group.notes, *self.notes),
+        )
+
+    def _rows(self, kinds: Sequence[str]) -> dict[str, Audited]:
         return {
             name: Audited(
                 name,

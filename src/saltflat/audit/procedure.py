@@ -99,9 +99,8 @@ def audit(
             output=output,
             seed=seed,
         )
-        found = families(group)
-        spreads = _spreads(spread)
-        planned = [t for f in found for t in trials(f, wide, spreads, elements, seed)]
+        kinds, spreads = families(group), _spreads(spread)
+        planned = [t for f in kinds for t in trials(f, wide, spreads, elements, seed)]
         step("the model itself", 0, len(planned) + 1)
         before, skipped = _split(panel.read(wide), named=measures is not None)
         ledger = Ledger(before, panel, wide, inputs, tolerances or Tolerances())
@@ -110,17 +109,7 @@ def audit(
             ledger.add(trial)
     for warning in panel.warnings:
         warnings.warn(warning, stacklevel=2)
-    return Audit(
-        ledger.rows(tuple(f.kind for f in found)),
-        skipped,
-        {f.kind: len(f) for f in found},
-        spread,
-        {f.kind: sum(t.kind == f.kind for t in planned) for f in found},
-        ledger.output_drift,
-        ledger.tolerances,
-        type(unwrap(model)).__name__,
-        (*group.notes, *ledger.notes),
-    )
+    return ledger.audit(type(unwrap(model)).__name__, kinds, spread, skipped)
 
 
 def _measures(

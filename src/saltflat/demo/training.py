@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saltflat.data.digits import digits
+from saltflat.datasets import digits
 from saltflat.zoo import mlp
 
 _GRID = 2.0**-16

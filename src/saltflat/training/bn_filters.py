@@ -17,7 +17,7 @@ from saltflat.errors import InvalidValue, nearest
 from saltflat.measures.batchnorm import Feeds
 from saltflat.risk import unwrap
 from saltflat.symmetries import Group, symmetries
-from saltflat.training.perturbing import Handle, listen
+from saltflat.training.perturbing import Listener
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -62,12 +62,11 @@ class FilterSearch:
         self._feeds: Feeds | None = None
         self._opened_by: nn.Module | None = None  # the model, or what wraps it
         self._stack = ExitStack()
-        self._handles: list[Handle] = listen(self._before, self._after)
+        self._listener = Listener()
+        self._listener.open(self._before, self._after)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._listener.close()
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._feeds is not None:

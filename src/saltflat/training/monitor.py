@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self, final
 
 from torch import Tensor, nn
@@ -227,12 +226,7 @@ class Monitor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _due(self) -> Record:

@@ -136,23 +136,30 @@ class Hush:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
 
-Handle = RemovableHandle | Hush
+@final
+class Listener:
+    """Hears of the forward pass of every module, also of a failing one, while it is open."""
 
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle | Hush] = []
 
-def listen(
-    before: Callable[[nn.Module, Any], None],
-    after: Callable[[nn.Module, Any, Any], None] | None = None,
-) -> list[Handle]:
-    """Call `before` and `after` around the forward pass of every module, also a failing one."""
-    handles: list[Handle] = [
-        Hush(),
-        register_module_forward_pre_hook(torch.compiler.disable(before)),
-    ]
-    if after is not None:
-        handles.append(
-            register_module_forward_hook(torch.compiler.disable(after), always_call=True)
-        )
-    return handles
+    def open(
+        self,
+        before: Callable[[nn.Module, Any], None],
+        after: Callable[[nn.Module, Any, Any], None] | None = None,
+    ) -> None:
+        if self._handles:
+            return
+        before = torch.compiler.disable(before)
+        self._handles = [Hush(), register_module_forward_pre_hook(before)]
+        if after is not None:
+            after = torch.compiler.disable(after)
+            self._handles.append(register_module_forward_hook(after, always_call=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 @final
@@ -166,19 +173,16 @@ class FrozenStatistics:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._handles: list[Handle] = []
+        self._listener = Listener()
         self._outermost: nn.Module | None = None
         self._depth = 0
         self._lent: list[tuple[nn.Module, str, Tensor]] = []
 
     def open(self) -> None:
-        if not self._handles:
-            self._handles = listen(self._before, self._after)
+        self._listener.open(self._before, self._after)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._listener.close()
         self._give_back()
 
     def _before(self, module: nn.Module, _: Any) -> None:
@@ -237,20 +241,19 @@ class Replay:
         self._optimizer = weakref.ref(optimizer)
         self._start: list[RandomState] = []
         self._now: list[RandomState] = []
-        self._handles: list[Handle] = []
+        self._listener = Listener()
 
     def arm(self) -> None:
         self._start = []
-        if not self._handles:
-            self._handles = listen(self._before)
+        self._listener.open(self._before)
 
     def mark(self) -> None:
-        self._disarm()
+        self._listener.close()
         self._start = self._states()
 
     def pause(self) -> None:
         """The first pass, or one with random numbers of its own, is over."""
-        self._disarm()
+        self._listener.close()
         self._now = self._states()
 
     def rewind(self) -> None:
@@ -268,15 +271,10 @@ class Replay:
         assert optimizer is not None, "called by the optimizer itself"
         return random_states(optimizer)
 
-    def _disarm(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     def _before(self, module: nn.Module, _: Any) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
-            self._disarm()
+            self._listener.close()
             return
         if torch.is_grad_enabled() and trains(optimizer, module):
             self.mark()

@@ -11,6 +11,7 @@ Rows and columns that look alike are treated once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -165,27 +166,27 @@ class Contraction:
         return scales.combine(left0[:, 0], right0[:, 0])[back_rows][:, back_columns]
 
 
-def bmm(step: Step, a: Operand, b: Operand) -> Outputs:
+def bmm(step: Step, a: Operand, b: Operand) -> Tensor:
     x, y = step.scales.find(a.ids), step.scales.find(b.ids)
     if not (step.scales.is_fresh(x).any() or step.scales.is_fresh(y).any()):
         step.scales.bilinear += [x, y]
     return step.contract(x, y)
 
 
-def mm(step: Step, a: Operand, b: Operand) -> Outputs:
+def mm(step: Step, a: Operand, b: Operand) -> Tensor:
     return step.contract(a.ids[None], b.ids[None])[0]
 
 
 def addmm(step: Step, bias: Operand, a: Operand, b: Operand, **factors: float) -> Outputs:
-    out = mm(step, a, b)
-    assert isinstance(out, Tensor)
-    return out if factors.get("beta", 1) == 0 else join(step, out, bias.ids)
+    return _plus(step, mm(step, a, b), bias, factors)
 
 
 def baddbmm(step: Step, bias: Operand, a: Operand, b: Operand, **factors: float) -> Outputs:
-    out = bmm(step, a, b)
-    assert isinstance(out, Tensor)
-    return out if factors.get("beta", 1) == 0 else join(step, out, bias.ids)
+    return _plus(step, bmm(step, a, b), bias, factors)
+
+
+def _plus(step: Step, product: Tensor, bias: Operand, factors: Mapping[str, float]) -> Tensor:
+    return product if factors.get("beta", 1) == 0 else join(step, product, bias.ids)
 
 
 def mv(step: Step, a: Operand, b: Operand) -> Outputs:

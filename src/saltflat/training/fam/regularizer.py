@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, final
 
 import torch
@@ -187,12 +187,7 @@ class FAM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The 8×8 handwritten digits that come with scikit-learn: no download, 1797 images."""
+"""Data sets for the demo and the examples."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _SEED = 0
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(train_x, train_y, test_x, test_y)`: pixels in [0, 1], float32 of shape (n, 64), and labels.
 
+    The 8×8 handwritten digits that come with scikit-learn: no download, 1797 images.
     The split is the same on every call and on every machine, and leaves the global random state
     alone.
     """
