@@ -16,10 +16,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from saltflat.errors import DataError
+from saltflat.landscape import BatchLandscape, Landscape
 from saltflat.losses import CustomLoss, JointLoss
-from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.measures.landscape import BatchLandscape, Landscape
-from saltflat.measures.sam_sharpness import SamSharpness
+from saltflat.measures import BNSharpness, SamSharpness
 
 
 def centered(outputs: Tensor, targets: Tensor) -> Tensor:

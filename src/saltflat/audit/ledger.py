@@ -13,7 +13,7 @@ from saltflat.audit.outputs import batch_drift, narrow
 from saltflat.audit.result import Audited, Drift
 from saltflat.audit.values import Panel
 from saltflat.audit.verdict import ORDER, Judgement, Reading, Tolerances, judge
-from saltflat.measures.bn_sharpness import BNSharpness
+from saltflat.measures import BNSharpness
 from saltflat.symmetries.verify import verify
 
 # A model that rounds to float32 inside shows it in every measure.

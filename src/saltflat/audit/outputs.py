@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from saltflat.measures.batchnorm import BatchStatistics, batch_mode
+from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.risk import logits
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.evaluate import run, widened

@@ -212,8 +212,3 @@ class Measure(ABC):
         """A measurement of this measure with its name, settings and invariance filled in."""
         usual = {"invariant_to": self.invariant_to, "settings": self.settings()}
         return Measurement(name=self.name, **(usual | fields))
-
-
-def column_norms(layer: Layer) -> Tensor:
-    """‖w(j)‖² of every input unit's column, in float64; on the CPU, where quantities are."""
-    return layer.matrix.columns(layer.weight.double().square()).cpu()

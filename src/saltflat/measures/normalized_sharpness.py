@@ -1,7 +1,8 @@
-"""Normalized sharpness: flatness on the scale of every row and column of the weights."""
+"""Normalized sharpness: flatness on the scale of each weight matrix, or of its rows and columns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, final
@@ -10,13 +11,28 @@ import torch
 from torch import Tensor
 
 from saltflat.convex.balance import balance
+from saltflat.convex.pattern import components
 from saltflat.curvature.matrix import Matrix
 from saltflat.errors import InvalidValue
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Layer, Measure, Need, Quantity
-from saltflat.measures.cross_fit import NOTE
-from saltflat.measures.normalized_bound import normalized_bound
-from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
+from saltflat.measures.base import (
+    Context,
+    Layer,
+    Measure,
+    Need,
+    NotApplicable,
+    Quantity,
+    mean_error,
+)
+from saltflat.measures.cross_fit import (
+    NOTE,
+    CrossFit,
+    Line,
+    evaluated,
+    partial_means,
+    root_bound,
+)
+from saltflat.measures.normalized_recipe import DirectObjective, PaperRecipe
 
 
 @final
@@ -33,7 +49,7 @@ class NormalizedSharpness(Measure):
 
     Of an estimated h (a network that is not piecewise linear, too many directions) the value is an
     upper bound with an error, in which negative entries count as they are
-    (`saltflat.measures.normalized_bound`).
+    (`normalized_bound`).
     """
 
     lam: float = 0.5
@@ -114,6 +130,47 @@ class NormalizedSharpness(Measure):
 
 
 @final
+@dataclass(frozen=True)
+class MatrixNormalizedSharpness(Measure):
+    """Σ_d sqrt(‖W_d‖²_F · Tr H_d) (Tsuzuku et al. 2020, eq. 13).
+
+    A trace below zero (an indefinite loss) counts as zero. Of estimated traces the value is an
+    upper bound with an error (`saltflat.measures.cross_fit`).
+    """
+
+    name: ClassVar[str] = "matrix_normalized_sharpness"
+    title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
+    paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    equation: ClassVar[str] = "(13)"
+    needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def compute(self, context: Context) -> Measurement:
+        trace = context.quantity("trace")
+        names = {layer.name: layer.parameter for layer in context.layers}
+        known = {n: float(trace.values[p]) for n, p in names.items() if p not in trace.draws}
+        negative = {name: value for name, value in known.items() if value < 0}
+        if len(negative) == len(names):
+            raise NotApplicable("The trace of every weight matrix is negative.")
+        listed = ", ".join(f"{name} ({value:.3g})" for name, value in negative.items())
+        notes = (f"negative traces counted as zero: {listed}",) if negative else ()
+        if len(known) == len(names):
+            by_layer = {
+                x.name: sqrt(x.norm_squared * max(known[x.name], 0.0)) for x in context.layers
+            }
+            value = sum(by_layer.values())
+            return self.measurement(value=value, exact=True, by_layer=by_layer, notes=notes)
+        fitted = root_bound(trace, {x.parameter: x.norm_squared for x in context.layers})
+        return self.measurement(
+            value=fitted.value,
+            **fitted.certainty(),
+            bound="upper",
+            by_layer={name: fitted.by_parameter[p] for name, p in names.items()},
+            notes=(NOTE, *notes),
+        )
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class BalancedLayer:
     """The minimum for one layer, and where it is: log(σσ')² of every group, output and input."""
@@ -187,3 +244,61 @@ def balance_layer(layer: Layer, h: Tensor, magnitude: Tensor | None = None) -> B
         sums=sums,
         squares=squares,
     )
+
+
+def normalized_bound(layers: Sequence[Layer], diagonal: Quantity) -> CrossFit:
+    """Σ of eq. 17 over all weights at λ = ½, by parameter, of an estimated diagonal: from above.
+
+    For any x and y, with P = Σ_ij h_ij e^{x_i+y_j} and Q = Σ_ij w²_ij e^{−(x_i+y_j)}, the best
+    common shift of x makes P + Q as small as 2 sqrt(P Q). That is at least the minimum of eq. 17,
+    does not depend on the scale of what chose x and y, and P is linear in h. So x and y are chosen
+    with some of the draws of h and P Q evaluated with the others, and then the root is bounded
+    likewise, as `saltflat.measures.cross_fit` says. Entries of h below zero count as they are: to
+    cut them off would leave what noise is positive.
+    """
+
+    def choose(rest: Sequence[int]) -> Line:
+        values, errors = partial_means(diagonal, rest)
+        names = [layer.parameter for layer in layers]
+        return Line(
+            {n: _slopes(x, values[n], errors.get(n)) for n, x in zip(names, layers, strict=True)}
+        )
+
+    products = evaluated(diagonal, choose)
+    numbers = Quantity(
+        {name: mean_error(each, diagonal.counts)[0] for name, each in products.items()},
+        {name: each for name, each in products.items() if name in diagonal.draws},
+        diagonal.sizes,
+    )
+    return root_bound(numbers, dict.fromkeys(products, 4.0))
+
+
+def _slopes(layer: Layer, h: Tensor, error: Tensor | None) -> Tensor:
+    """Q e^{x+y}, the derivatives of P Q in h, at the minimum for this h.
+
+    An estimate h with the standard error s counts as sqrt(h² + s²), so that no variance grows
+    without bound where h happens to be small; a known one below zero counts as zero.
+    """
+    grouped, weight = layer.matrix.grouped, layer.weight.to("cpu", torch.float64)
+    sums, squares = grouped(h).sum(-1), grouped(weight.square()).sum(-1)
+    if error is None:
+        chosen = sums.clamp(min=0)
+    else:
+        chosen = torch.hypot(sums, grouped(error.square()).sum(-1).sqrt())
+    powers, rest = [], 0.0
+    for each, square in zip(chosen, squares, strict=True):
+        found = balance(each, square)
+        power = torch.exp(found.x[:, None] + found.y)
+        stays = _attained(each, square)
+        powers.append(power.where(stays & (each > 0), 0.0))
+        rest += float((square / power).where(stays & (square > 0), 0.0).sum())
+    spread = rest * torch.stack(powers).unsqueeze(-1).expand(grouped(h).shape)
+    return layer.matrix.ungrouped(spread, h.shape)
+
+
+def _attained(h: Tensor, squares: Tensor) -> Tensor:
+    """Which entries do not vanish on the way to the infimum."""
+    if min(h.min(), squares.min()) > 0:
+        return torch.ones_like(h, dtype=torch.bool)
+    rows, columns = components(squares > 0, h > 0)
+    return rows[:, None] == columns

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from saltflat.session import RandomState
-from saltflat.training.vectors import copies
+from saltflat.vectors import copies
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from saltflat.checks import check_number
 from saltflat.errors import InvalidType, InvalidValue
-from saltflat.training.checks import check_number
 from saltflat.training.sharing import check_base
-from saltflat.training.vectors import copies, put, scale, total_norm
 from saltflat.training.wrapper import Closure, PerturbedOptimizer, Walk
+from saltflat.vectors import copies, put, scale, total_norm
 
 
 @final

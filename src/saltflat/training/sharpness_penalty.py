@@ -19,6 +19,7 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
+from saltflat.checks import check_number
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidValue, LossError, ModelError
@@ -29,7 +30,6 @@ from saltflat.measures.normalized_sharpness import balance_layer
 from saltflat.risk import Risk, unwrap
 from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace
 from saltflat.symmetries.group import Group
-from saltflat.training.checks import check_number
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
 

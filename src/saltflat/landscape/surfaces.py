@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.certify import Company
-from saltflat.curvature.memory import out_of_memory
+from saltflat.curvature.memory import halving, out_of_memory
 from saltflat.curvature.record import Safe
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.start import start
 from saltflat.errors import DataError
+from saltflat.landscape.batchnorm import BatchStatistics, batch_mode
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
-from saltflat.measures.batchnorm import BatchStatistics, batch_mode
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
 
@@ -132,16 +132,16 @@ class Landscape(Surface):
         return self._halving(attempt)
 
     def _halving(self, attempt: Callable[[], float]) -> float:
-        while True:
+        def portions(size: int) -> float:
+            self.chunk = size
+            return attempt()
+
+        if not self.coupled:
             try:
-                return attempt()
+                return halving(portions, self.chunk)
             except _InCompany:
                 self.coupled = True
-                continue
-            except RuntimeError as error:
-                if not out_of_memory(error) or self.chunk == 1 or self.coupled:
-                    raise
-            self.chunk //= 2
+        return attempt()
 
     def _forward(self, batch: Batch) -> Tensor:
         outputs = super()._forward(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import DataError
-from saltflat.measures.base import Layer
-from saltflat.risk import Risk
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
@@ -227,14 +225,3 @@ class Feeds(TorchFunctionMode):
                 numbers = self.weights[id(leaf)]
                 self.elsewhere[numbers.start : numbers.stop] = True
         self.elsewhere[0] = False
-
-
-def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
-    few = next(risk.batches()).part(0, 2)
-    units = {layer.parameter: layer.matrix.rows(layer.weight).numel() for layer in layers}
-    feeds = Feeds(units, risk.parameters)
-    with feeds:  # gradients on: without them some modules take a path that cannot be watched
-        outputs = risk.forward(few)
-    feeds.use(outputs)
-    return feeds.units()

@@ -1,20 +1,112 @@
-"""How much the loss grows within a ball around the weights: at worst, and on average."""
+"""Neighbourhoods of the weights: how much a loss grows there, at worst and on average."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf, sqrt
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from saltflat.checks import check_integer, check_number
 from saltflat.curvature.stochastic import LEAST_DRAWS, degrees_of_freedom
 from saltflat.errors import InvalidValue
-from saltflat.measures.ascent import Ball, Point, ascend, gaussian
-from saltflat.measures.base import Context
-from saltflat.measures.landscape import Landscape
+from saltflat.landscape.surfaces import Landscape
+from saltflat.risk import Risk
+
+Point = dict[str, Tensor]  # float64, by parameter name
+Function = Callable[[Point], tuple[float, Mapping[str, Tensor]]]  # value and gradient
+
+
+class Region(ABC):
+    """A set of perturbations to search."""
+
+    @abstractmethod
+    def farthest(self, direction: Mapping[str, Tensor]) -> Point:
+        """The point with the largest inner product with `direction`."""
+
+    @abstractmethod
+    def nearest(self, point: Point) -> Point:
+        """The point brought back into the region, or retracted to it."""
+
+
+@final
+@dataclass(frozen=True)
+class Ball(Region):
+    """‖u‖_p ≤ radius over all parameters together, p = 2 or ∞."""
+
+    radius: float
+    p: float = 2.0
+
+    def farthest(self, direction: Mapping[str, Tensor]) -> Point:
+        if self.p == inf:
+            return {name: self.radius * d.sign() for name, d in direction.items()}
+        length = norm(direction)
+        scale = self.radius / length if length > 0 else 0.0
+        return {name: d * scale for name, d in direction.items()}
+
+    def nearest(self, point: Point) -> Point:
+        if self.p == inf:
+            return {name: x.clamp(-self.radius, self.radius) for name, x in point.items()}
+        length = norm(point)
+        if length <= self.radius:
+            return point
+        return {name: x * (self.radius / length) for name, x in point.items()}
+
+
+@final
+@dataclass(frozen=True)
+class Summit:
+    """The highest point that a search has seen; `first` is the height of its first start."""
+
+    value: float
+    point: Point
+    first: float
+
+
+def ascend(function: Function, region: Region, starts: Iterable[Point], steps: int) -> Summit:
+    """Projected gradient ascent with a step that grows and shrinks, from every start.
+
+    u ← nearest(u + η farthest(∇f)), kept only if f grows: η doubles then, else it is quartered.
+    Large η is the step of the power method, which is the right one where f is convex. `steps`
+    counts evaluations of f and its gradient for each start. The result is the best of all points
+    evaluated, hence a lower bound of the supremum.
+    """
+    best: Summit | None = None
+    for start in starts:
+        point = start
+        value, gradient = function(point)
+        first = value if best is None else best.first
+        rate = 8.0
+        for _ in range(steps - 1):
+            ahead = region.farthest(gradient)
+            trial = region.nearest({name: x + rate * ahead[name] for name, x in point.items()})
+            height, slope = function(trial)
+            if height > value:
+                point, value, gradient = trial, height, slope
+                rate = min(2 * rate, 1e3)
+            else:
+                rate /= 4
+        if best is None or value > best.value:
+            best = Summit(value, point, first)
+    assert best is not None, "a search needs a start"
+    return best
+
+
+def norm(vector: Mapping[str, Tensor]) -> float:
+    """The Euclidean length of all entries together."""
+    return sqrt(sum(float(x.double().square().sum()) for x in vector.values()))
+
+
+def gaussian(like: Mapping[str, Tensor], generator: torch.Generator) -> Point:
+    """Independent standard normal entries, drawn on the CPU so that devices agree."""
+    return {
+        name: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        for name, x in like.items()
+    }
 
 
 @final
@@ -47,25 +139,26 @@ class Growth:
 class Neighbourhood:
     """L(θ + s∘u) for u in a ball; s = 1, or |w| entry by entry where `adaptive`.
 
-    Only weight matrices move: biases and normalisation parameters do not.
+    Only the parameters that are named move.
     """
 
-    def __init__(self, context: Context, ball: Ball, *, adaptive: bool = False) -> None:
-        names = [layer.parameter for layer in context.layers]
-        self.landscape = Landscape(context.risk, names)
+    def __init__(
+        self, risk: Risk, names: Sequence[str], ball: Ball, *, seed: int, adaptive: bool = False
+    ) -> None:
+        self.landscape = Landscape(risk, names)
         self.ball = ball
         self.scale: Point | None = None
         if adaptive:
             weights = self.landscape.parameters
             self.scale = {n: w.detach().double().abs() for n, w in weights.items()}
-        self.generator = torch.Generator().manual_seed(context.seed)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def worst(self, steps: int, restarts: int) -> Growth:
         """max over the ball of L(θ+s∘u) − L(θ), searched from the one-step point and `restarts`
         random ones; u = 0 is in the ball, so it is never negative."""
         loss, slope = self._climb({})
 
-        def starts() -> Any:
+        def starts() -> Iterator[Point]:
             yield self.ball.farthest(slope)
             for _ in range(restarts):
                 yield self.ball.farthest(gaussian(slope, self.generator))
@@ -133,12 +226,9 @@ def check_search(
     radius: float, name: str, steps: int, restarts: int, draws: int = LEAST_DRAWS
 ) -> None:
     """Refuse settings that make no sense."""
-    if not (isfinite(radius) and radius > 0):
-        raise InvalidValue(f"{name} must be a positive number. Got {radius!r}.")
-    if steps < 1:
-        raise InvalidValue(f"steps must be at least 1. Got {steps!r}.")
-    if restarts < 0:
-        raise InvalidValue(f"restarts must not be negative. Got {restarts!r}.")
+    check_number(name, radius, above=True)
+    check_integer("steps", steps)
+    check_integer("restarts", restarts, least=0)
     check_draws(draws)
 
 
