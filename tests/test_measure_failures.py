@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.curvature.blocks import Blocks
 from saltflat.errors import MissingDependency, NoSecondDerivative
+from saltflat.measure import Lenient
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
 from saltflat.measures.base import Context, Measure, NotApplicable
-from saltflat.measures.planner import Lenient
 
 CASE = BY_NAME["mlp"]
 X, Y = CASE.data()

@@ -13,7 +13,6 @@ from saltflat.audit.outputs import batch_drift, narrow
 from saltflat.audit.result import Audited, Drift
 from saltflat.audit.values import Panel
 from saltflat.audit.verdict import ORDER, Judgement, Reading, Tolerances, judge
-from saltflat.measures import BNSharpness
 from saltflat.symmetries.verify import verify
 
 # A model that rounds to float32 inside shows it in every measure.
@@ -41,7 +40,7 @@ class Ledger:
                 max(tolerances.closed, _ROUNDED), tolerances.errors, tolerances.searched
             )
             self.notes.append("The model rounds to a narrower type inside: drifts mean less.")
-        self.batch_measures = {m.name for m in panel.measures if isinstance(m, BNSharpness)}
+        self.batch_measures = {m.name for m in panel.measures if m.batch_statistics}
         self.seen: dict[tuple[str, str], list[tuple[Trial, Judgement, str]]] = {}
 
     def add(self, trial: Trial) -> None:
@@ -66,7 +65,8 @@ class Ledger:
                 f"{trial.kind}: factors that would make a running variance < 0 were clipped."
             )
         if excuse > self.tolerances.closed:
-            self._note(f"{trial.kind}: batch statistics feel BatchNorm's eps, so bn_sharpness may.")
+            names = " and ".join(name for name in self.before if name in self.batch_measures)
+            self._note(f"{trial.kind}: batch statistics feel BatchNorm's eps, so {names} may.")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

@@ -17,10 +17,10 @@ from saltflat.curvature.settings import Settings
 from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidType
 from saltflat.losses import LossLike
+from saltflat.measure import attempt, kinds_of, shared_quantities
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure
 from saltflat.measures.engine import CurvatureEngine
-from saltflat.measures.planner import attempt, kinds_of, shared_quantities
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState
 from saltflat.symmetries.evaluate import widened

@@ -1,7 +1,7 @@
 """The catalogue: the measures of the papers. MEASURES holds each under its name."""
 
 from saltflat.measures.ball_sharpness import AdaptiveSharpness, DeltaSharpness, SamSharpness
-from saltflat.measures.base import Context, Layer, Measure, NotApplicable
+from saltflat.measures.base import Context, Layer, Measure, Need, NotApplicable, Quantity
 from saltflat.measures.bn_sharpness import BNSharpness
 from saltflat.measures.fisher_rao_norm import FisherRaoNorm
 from saltflat.measures.hessian import HessianMaxEigenvalue, HessianTrace
@@ -44,10 +44,12 @@ __all__ = [
     "MatrixNormalizedSharpness",
     "Measure",
     "MinimumSharpness",
+    "Need",
     "NeuronwiseMinimumSharpness",
     "NormalizedSharpness",
     "NotApplicable",
     "PaperRecipe",
+    "Quantity",
     "RelativeFlatness",
     "Rho",
     "SamSharpness",

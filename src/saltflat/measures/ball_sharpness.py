@@ -27,6 +27,7 @@ class DeltaSharpness(Measure):
     equation: ClassVar[str] = "(1) of Yi et al. 2019"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    searched: ClassVar[bool] = True
 
     delta: float = 1e-3
     steps: int = 10
@@ -61,6 +62,7 @@ class SamSharpness(Measure):
     equation: ClassVar[str] = "section 2"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    searched: ClassVar[bool] = True
 
     rho: float = 0.05
     steps: int = 10
@@ -94,6 +96,7 @@ class AdaptiveSharpness(Measure):
     equation: ClassVar[str] = "definition 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
+    searched: ClassVar[bool] = True
 
     rho: float = 0.5
     p: float = 2.0

@@ -193,6 +193,9 @@ class Measure(ABC):
     equation: ClassVar[str]
     needs: ClassVar[frozenset[Need]]
     invariant_to: ClassVar[frozenset[Symmetry]]
+    needs_layers: ClassVar[bool] = True  # without a weight matrix there is nothing to measure
+    searched: ClassVar[bool] = False  # a supremum, searched for by many passes over the data
+    batch_statistics: ClassVar[bool] = False  # BatchNorm takes them, and its eps is felt
 
     @abstractmethod
     def compute(self, context: Context) -> Measurement:

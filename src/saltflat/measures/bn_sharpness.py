@@ -52,6 +52,8 @@ class BNSharpness(Measure):
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})
+    searched: ClassVar[bool] = True
+    batch_statistics: ClassVar[bool] = True
 
     p: float = 2.0
     delta: float = 1e-3

@@ -20,6 +20,7 @@ class HessianTrace(Measure):
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    needs_layers: ClassVar[bool] = False
 
     def compute(self, context: Context) -> Measurement:
         trace = context.quantity("trace")
@@ -48,6 +49,7 @@ class HessianMaxEigenvalue(Measure):
     equation: ClassVar[str] = ""
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    needs_layers: ClassVar[bool] = False
 
     def compute(self, context: Context) -> Measurement:
         assert context.engine is not None
