@@ -14,7 +14,7 @@ from saltflat.landscape.neighbourhoods import (
     near_rounding,
 )
 from saltflat.landscape.spheres import Partition, Spheres, at_least_tiny
-from saltflat.landscape.surfaces import BatchLandscape, Landscape
+from saltflat.landscape.surfaces import BatchLandscape, Landscape, shifted
 
 __all__ = [
     "Ball",
@@ -35,4 +35,5 @@ __all__ = [
     "check_search",
     "gaussian",
     "near_rounding",
+    "shifted",
 ]

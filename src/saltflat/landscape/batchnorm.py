@@ -52,10 +52,10 @@ def batch_mode(model: nn.Module) -> Iterator[None]:
 
     For the backward pass: checkpointing runs the model again there, unseen by a function mode.
     """
-    found = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    before = [(m, m.training, m.track_running_stats) for m in found]
+    modules = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [(m, m.training, m.track_running_stats) for m in modules]
     try:
-        for m in found:
+        for m in modules:
             m.training, m.track_running_stats = True, False
         yield
     finally:

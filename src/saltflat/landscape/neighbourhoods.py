@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any, final
@@ -15,7 +15,6 @@ from saltflat.checks import check_integer, check_number
 from saltflat.curvature.stochastic import LEAST_DRAWS, degrees_of_freedom
 from saltflat.errors import InvalidValue
 from saltflat.landscape.surfaces import Landscape
-from saltflat.risk import Risk
 
 Point = dict[str, Tensor]  # float64, by parameter name
 Function = Callable[[Point], tuple[float, Mapping[str, Tensor]]]  # value and gradient
@@ -139,13 +138,13 @@ class Growth:
 class Neighbourhood:
     """L(θ + s∘u) for u in a ball; s = 1, or |w| entry by entry where `adaptive`.
 
-    Only the parameters that are named move.
+    Only the parameters of the landscape move.
     """
 
     def __init__(
-        self, risk: Risk, names: Sequence[str], ball: Ball, *, seed: int, adaptive: bool = False
+        self, landscape: Landscape, ball: Ball, *, seed: int, adaptive: bool = False
     ) -> None:
-        self.landscape = Landscape(risk, names)
+        self.landscape = landscape
         self.ball = ball
         self.scale: Point | None = None
         if adaptive:
@@ -163,28 +162,23 @@ class Neighbourhood:
             for _ in range(restarts):
                 yield self.ball.farthest(gaussian(slope, self.generator))
 
-        found = ascend(self._climb, self.ball, starts(), steps)
-        value = max(0.0, found.value - loss)
+        summit = ascend(self._climb, self.ball, starts(), steps)
+        value = max(0.0, summit.value - loss)
         details = {
             "loss": loss,
-            "one_step": found.first - loss,
+            "one_step": summit.first - loss,
             "evaluations": self.landscape.evaluations,
         }
         return Growth(value, 0.0, loss, True, details, self._rounding(value, loss))
 
     def average(self, draws: int) -> Growth:
         """The mean of L(θ+s∘u) − L(θ) over u normal with E‖u‖² = radius², or uniform in the cube
-        for p = ∞. Each draw is a pair ±u: what is odd in u has mean zero and drops out."""
-        loss = self.landscape.value()
+        for p = ∞."""
         like = self.landscape.parameters
         size = sum(p.numel() for p in like.values())
-        found = []
-        for _ in range(draws):
-            u = self._draw(like, size)
-            pair = [self.landscape.value(self._shift(u, sign)) for sign in (1.0, -1.0)]
-            found.append(sum(pair) / 2 - loss)
-        values = torch.tensor(found, dtype=torch.float64)
-        value, stderr = float(values.mean()), float(values.std() / draws**0.5)
+        loss, value, stderr = self.landscape.mean_growth(
+            lambda: self._shift(self._draw(like, size)), draws
+        )
         details = {"loss": loss, "evaluations": self.landscape.evaluations}
         notes = self._rounding(abs(value), loss)
         return Growth(value, stderr, loss, False, details, notes, degrees_of_freedom(draws))
@@ -199,16 +193,14 @@ class Neighbourhood:
         scale = self.ball.radius / size**0.5
         return {name: scale * z for name, z in gaussian(like, self.generator).items()}
 
-    def _shift(self, u: Point, sign: float = 1.0) -> Point:
+    def _shift(self, u: Point) -> Point:
         if self.scale is None:
-            return {name: sign * x for name, x in u.items()}
-        return {name: sign * x * self.scale[name] for name, x in u.items()}
+            return u
+        return {name: x * self.scale[name] for name, x in u.items()}
 
     def _climb(self, u: Point) -> tuple[float, Point]:
         value, gradient = self.landscape.gradient(self._shift(u))
-        if self.scale is None:
-            return value, gradient
-        return value, {name: g * self.scale[name] for name, g in gradient.items()}
+        return value, self._shift(gradient)  # the chain rule: s again
 
     def _rounding(self, growth: float, loss: float) -> tuple[str, ...]:
         return near_rounding(growth, loss, next(iter(self.landscape.parameters.values())).dtype)

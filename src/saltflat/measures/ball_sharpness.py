@@ -37,13 +37,13 @@ class DeltaSharpness(Measure):
         check_search(self.delta, "delta", self.steps, self.restarts)
 
     def compute(self, context: Context) -> Measurement:
-        found = _around(context, Ball(self.delta)).worst(self.steps, self.restarts)
-        if found.loss < 0:
+        growth = _around(context, Ball(self.delta)).worst(self.steps, self.restarts)
+        if growth.loss < 0:
             raise NotApplicable(
                 "delta_sharpness divides by 1 + loss and needs a loss that is not negative. Got "
-                f"{found.loss:.3g}; use sam_sharpness."
+                f"{growth.loss:.3g}; use sam_sharpness."
             )
-        return self.measurement(**found.fields() | {"value": found.value / (1 + found.loss)})
+        return self.measurement(**growth.fields() | {"value": growth.value / (1 + growth.loss)})
 
 
 @final
@@ -119,5 +119,4 @@ class AdaptiveSharpness(Measure):
 
 def _around(context: Context, ball: Ball, *, adaptive: bool = False) -> Neighbourhood:
     """Only weight matrices move: biases and normalisation parameters do not."""
-    names = [layer.parameter for layer in context.layers]
-    return Neighbourhood(context.risk, names, ball, seed=context.seed, adaptive=adaptive)
+    return Neighbourhood(context.landscape(), ball, seed=context.seed, adaptive=adaptive)

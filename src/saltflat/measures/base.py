@@ -14,8 +14,10 @@ from torch import Tensor
 
 from saltflat.curvature.matrix import Matrix
 from saltflat.curvature.quantities import Kind
+from saltflat.curvature.settings import Settings
 from saltflat.curvature.stochastic import degrees_of_freedom
 from saltflat.errors import SaltflatError
+from saltflat.landscape import Landscape
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
 from saltflat.symmetries.find import symmetries
@@ -128,6 +130,10 @@ class Engine(Protocol):
     def curvature(self) -> str:
         """Whose it is: the Hessian, or the Gauss–Newton matrix ("ggn")."""
 
+    @property
+    def settings(self) -> Settings:
+        """In what portions it is computed."""
+
     def quantities(self, kinds: frozenset[Kind]) -> dict[Kind, Quantity]:
         """Several kinds from one sweep over the data."""
 
@@ -165,6 +171,12 @@ class Context:
                 self.risk.model, inputs, output=self.risk.output, parameters="trainable"
             )
         return self._group
+
+    def landscape(self) -> Landscape:
+        """The risk around the weight matrices: biases and normalisation parameters stay."""
+        budget = None if self.engine is None else self.engine.settings.memory_budget
+        names = [layer.parameter for layer in self.layers]
+        return Landscape(self.risk, names, memory_budget=budget)
 
     def quantity(self, kind: Kind) -> Quantity:
         if kind in self.failures:

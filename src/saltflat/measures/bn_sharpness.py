@@ -140,8 +140,8 @@ class BNSharpness(Measure):
             for _ in range(self.restarts):
                 yield directions.farthest(gaussian(gradient, generator))
 
-        found = ascend(along, directions, starts(), self.steps)
-        return float(found.value ** (1 / self.p))
+        summit = ascend(along, directions, starts(), self.steps)
+        return float(summit.value ** (1 / self.p))
 
 
 def _two_sided(nodes: int) -> list[tuple[float, float]]:

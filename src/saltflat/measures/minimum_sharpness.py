@@ -155,17 +155,17 @@ def alphas(least: Least, layers: Any) -> dict[str, float]:
 
 
 def notes(least: Least) -> tuple[str, ...]:
-    found = []
+    lines = []
     if least.negative:
-        found.append(
+        lines.append(
             f"estimated below zero, within its error: the curvature of {_few(least.negative)}"
         )
     if least.vanishing:
-        found.append(
+        lines.append(
             f"not attained: rescaling drives the curvature of {_few(least.vanishing)} to zero "
             "without changing the function"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
 def _few(names: Iterable[str]) -> str:

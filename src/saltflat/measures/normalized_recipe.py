@@ -16,11 +16,8 @@ from torch import Tensor
 from saltflat.checks import check_number
 from saltflat.curvature.stochastic import degrees_of_freedom
 from saltflat.errors import InvalidValue
-from saltflat.landscape import Landscape, Point, check_draws, gaussian
+from saltflat.landscape import Point, check_draws, gaussian
 from saltflat.measures.base import Context, Layer, Quantity
-
-# Value, standard error, its degrees of freedom, values by layer, and what to say of them.
-Outcome = tuple[float, float, float, dict[str, float], str]
 
 
 @final
@@ -38,7 +35,8 @@ class PaperRecipe:
     steps: int = 1000
     lr: float = 1e-3
 
-    def value(self, context: Context, lam: float) -> Outcome:
+    def fields(self, context: Context, lam: float) -> dict[str, Any]:
+        """For a measurement."""
         diagonal = stochastic_diagonal(context, self.draws, self.radius, context.seed)
         by_layer: dict[str, float] = {}
         slopes: dict[str, Tensor | float] = {}
@@ -47,13 +45,15 @@ class PaperRecipe:
             squares = by_channel(layer, layer.weight.to(h.device, torch.float64).square())
             value, x, y = paper_descent(h, squares, self.steps, self.lr, lam)
             by_layer[layer.name] = value
-            grouped = layer.matrix.grouped(diagonal.values[layer.parameter])
             variance = (x.unsqueeze(-1) + y.unsqueeze(-2)).exp().where(h > 0, 0.0)
-            spread = variance.unsqueeze(-1).expand(grouped.shape)
-            slopes[layer.parameter] = layer.matrix.ungrouped(spread, layer.weight.shape)
-        note = f"the paper's recipe, after {self.steps} steps of descent: not a minimum"
-        stderr = diagonal.stderr(slopes)
-        return sum(by_layer.values()), stderr, diagonal.degrees, by_layer, note
+            slopes[layer.parameter] = over_kernel(layer, variance)
+        return {
+            "value": sum(by_layer.values()),
+            "stderr": diagonal.stderr(slopes),
+            "degrees": diagonal.degrees,
+            "by_layer": by_layer,
+            "notes": (f"the paper's recipe, after {self.steps} steps of descent: not a minimum",),
+        }
 
 
 @final
@@ -68,12 +68,14 @@ class DirectObjective:
     draws: int = 64
     lr: float = 0.1
 
-    def value(self, context: Context, lam: float) -> Outcome:
+    def fields(self, context: Context, lam: float) -> dict[str, Any]:
+        """For a measurement."""
         value, stderr = direct_objective(
             context, self.steps, self.draws, self.lr, lam, context.seed
         )
-        note = "eq. 62: not convex, so a point of it and not the minimum"
-        return value, stderr, degrees_of_freedom(self.draws), {}, note
+        notes = ("eq. 62: not convex, so a point of it and not the minimum",)
+        degrees = degrees_of_freedom(self.draws)
+        return {"value": value, "stderr": stderr, "degrees": degrees, "notes": notes}
 
 
 def stochastic_diagonal(
@@ -86,26 +88,33 @@ def stochastic_diagonal(
     """
     check_draws(draws)
     check_number("radius", radius, above=True)
-    landscape = _landscape(context)
+    landscape = context.landscape()
     steps = {
         name: radius * (_rms(p) or 1.0)  # a matrix of zeros sets no scale
         for name, p in landscape.parameters.items()
     }
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, list[Tensor]] = {name: [] for name in steps}
+    products: dict[str, list[Tensor]] = {name: [] for name in steps}
     for _ in range(draws):
         noise = gaussian(landscape.parameters, generator)
         _, ahead = landscape.gradient({n: steps[n] * e for n, e in noise.items()})
         _, behind = landscape.gradient({n: -steps[n] * e for n, e in noise.items()})
         for name, e in noise.items():
-            found[name].append(e * (ahead[name] - behind[name]) / (2 * steps[name]))
-    stacked = {name: torch.stack(each) for name, each in found.items()}
+            products[name].append(e * (ahead[name] - behind[name]) / (2 * steps[name]))
+    stacked = {name: torch.stack(each) for name, each in products.items()}
     return Quantity({name: each.mean(0) for name, each in stacked.items()}, stacked)
 
 
 def by_channel(layer: Layer, values: Tensor) -> Tensor:
     """Summed over kernel positions: (groups, outputs of a group, inputs of a group)."""
     return layer.matrix.grouped(values).sum(-1)
+
+
+def over_kernel(layer: Layer, values: Tensor) -> Tensor:
+    """The way back: numbers of channels at every kernel position, in the weight's shape."""
+    kernel = layer.weight.numel() // values.numel()
+    each = values.unsqueeze(-1).expand(*values.shape, kernel)
+    return layer.matrix.ungrouped(each, layer.weight.shape)
 
 
 def paper_descent(
@@ -149,7 +158,7 @@ def direct_objective(
     the minimum up to the standard error.
     """
     check_draws(draws)
-    landscape = _landscape(context)
+    landscape = context.landscape()
     noise = _Noise(context.layers, lam)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(noise.logarithms, lr=lr)
@@ -166,16 +175,12 @@ def direct_objective(
         optimizer.step()
     with torch.no_grad():
         sigma = noise.sigma()
-        constant = float(noise.penalty(sigma)) - landscape.value()
-        found = []
-        for _ in range(draws):
-            draw = gaussian(sigma, generator)
-            ends = [
-                landscape.value({n: k * draw[n] * s for n, s in sigma.items()}) for k in (1, -1)
-            ]
-            found.append(sum(ends) / 2 + constant)
-    values = torch.tensor(found, dtype=torch.float64)
-    return float(values.mean()), float(values.std() / draws**0.5)
+
+        def shift() -> Point:
+            return {n: e * sigma[n] for n, e in gaussian(sigma, generator).items()}
+
+        _, growth, stderr = landscape.mean_growth(shift, draws)
+        return float(noise.penalty(sigma)) + growth, stderr
 
 
 @final
@@ -214,10 +219,6 @@ class _Noise:
             (layer.weight.double() / sigma[layer.parameter]).square().sum() for layer in self.layers
         ]
         return torch.stack(terms).sum() / (2 * self.lam)
-
-
-def _landscape(context: Context) -> Landscape:
-    return Landscape(context.risk, [layer.parameter for layer in context.layers])
 
 
 def _rms(values: Tensor) -> float:

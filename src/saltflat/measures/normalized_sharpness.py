@@ -12,7 +12,6 @@ from torch import Tensor
 
 from saltflat.convex.balance import balance
 from saltflat.convex.pattern import components
-from saltflat.curvature.matrix import Matrix
 from saltflat.errors import InvalidValue
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import (
@@ -32,7 +31,12 @@ from saltflat.measures.cross_fit import (
     partial_means,
     root_bound,
 )
-from saltflat.measures.normalized_recipe import DirectObjective, PaperRecipe
+from saltflat.measures.normalized_recipe import (
+    DirectObjective,
+    PaperRecipe,
+    by_channel,
+    over_kernel,
+)
 
 
 @final
@@ -72,16 +76,9 @@ class NormalizedSharpness(Measure):
     def compute(self, context: Context) -> Measurement:
         if self.strategy is None:
             return self._exactly(context)
-        value, stderr, degrees, by_layer, note = self.strategy.value(context, self.lam)
-        return self.measurement(
-            value=value,
-            exact=False,
-            stderr=stderr,
-            degrees=degrees,
-            by_layer=by_layer,
-            invariant_to=frozenset(),  # a descent of so many steps depends on the scale
-            notes=(note,),
-        )
+        # A descent of so many steps depends on the scale.
+        fields = self.strategy.fields(context, self.lam) | {"invariant_to": frozenset()}
+        return self.measurement(exact=False, **fields)
 
     def _exactly(self, context: Context) -> Measurement:
         diagonal = context.quantity("diagonal")
@@ -94,11 +91,11 @@ class NormalizedSharpness(Measure):
         unattained = []
         for layer in context.layers:
             h = diagonal.values[layer.parameter]
-            found = balance_layer(layer, h, magnitudes.get(layer.parameter))
-            by_layer[layer.name] = factor * found.value
-            gap += factor * found.gap
-            negative, size = negative + found.negative, size + found.size
-            if not found.attained:
+            balanced = balance_layer(layer, h, magnitudes.get(layer.parameter))
+            by_layer[layer.name] = factor * balanced.value
+            gap += factor * balanced.gap
+            negative, size = negative + balanced.negative, size + balanced.size
+            if not balanced.attained:
                 unattained.append(layer.name)
         clipped = negative / size if size > 0 else 0.0
         notes = []
@@ -180,8 +177,7 @@ class BalancedLayer:
     attained: bool
     negative: float  # Σ |h| over what is negative, over kernel positions summed up …
     size: float  # … and over everything
-    matrix: Matrix
-    shape: torch.Size
+    layer: Layer
     place: tuple[tuple[Tensor, Tensor], ...]
     sums: Tensor  # h and W², summed over kernel positions
     squares: Tensor
@@ -198,9 +194,7 @@ class BalancedLayer:
 
     def _spread(self, where: Tensor, sign: float) -> Tensor:
         values = torch.stack([torch.exp(sign * (x[:, None] + y)) for x, y in self.place])
-        kernel = self.shape.numel() // values.numel()
-        each = torch.where(where, values, 0.0).unsqueeze(-1).expand(*values.shape, kernel)
-        return self.matrix.ungrouped(each, self.shape)
+        return over_kernel(self.layer, torch.where(where, values, 0.0))
 
 
 # In ε of the sum of the terms' sizes. Rounding leaves a few of them, in passes and sums of any
@@ -223,24 +217,21 @@ def balance_layer(layer: Layer, h: Tensor, magnitude: Tensor | None = None) -> B
 
     `magnitude` is of h's shape, or a 0 where h has terms of one sign only: see `noise_floor`.
     """
-    matrix = layer.matrix
-    weight = layer.weight.to("cpu", torch.float64)
-    sums, squares = matrix.grouped(h.cpu()).sum(-1), matrix.grouped(weight.square()).sum(-1)
+    sums, squares = by_channel(layer, h.cpu()), _squares(layer)
     if magnitude is not None and magnitude.ndim:
-        terms = matrix.grouped(magnitude.cpu()).sum(-1)
+        terms = by_channel(layer, magnitude.cpu())
         sums = sums.where(sums.abs() > noise_floor(terms, layer.weight.dtype), 0.0)
     clipped = sums.clamp(min=0)
-    found = [balance(*each) for each in zip(clipped, squares, strict=True)]
+    groups = [balance(*each) for each in zip(clipped, squares, strict=True)]
     negative = float((clipped - sums).sum())
     return BalancedLayer(
-        value=sum(f.value for f in found),
-        gap=sum(f.gap for f in found),
-        attained=all(f.attained for f in found),
+        value=sum(group.value for group in groups),
+        gap=sum(group.gap for group in groups),
+        attained=all(group.attained for group in groups),
         negative=negative,
         size=float(clipped.sum()) + negative,
-        matrix=matrix,
-        shape=h.shape,
-        place=tuple((f.x, f.y) for f in found),
+        layer=layer,
+        place=tuple((group.x, group.y) for group in groups),
         sums=sums,
         squares=squares,
     )
@@ -259,10 +250,8 @@ def normalized_bound(layers: Sequence[Layer], diagonal: Quantity) -> CrossFit:
 
     def choose(rest: Sequence[int]) -> Line:
         values, errors = partial_means(diagonal, rest)
-        names = [layer.parameter for layer in layers]
-        return Line(
-            {n: _slopes(x, values[n], errors.get(n)) for n, x in zip(names, layers, strict=True)}
-        )
+        names = {layer.parameter: layer for layer in layers}
+        return Line({n: _slopes(x, values[n], errors.get(n)) for n, x in names.items()})
 
     products = evaluated(diagonal, choose)
     numbers = Quantity(
@@ -279,21 +268,23 @@ def _slopes(layer: Layer, h: Tensor, error: Tensor | None) -> Tensor:
     An estimate h with the standard error s counts as sqrt(h² + s²), so that no variance grows
     without bound where h happens to be small; a known one below zero counts as zero.
     """
-    grouped, weight = layer.matrix.grouped, layer.weight.to("cpu", torch.float64)
-    sums, squares = grouped(h).sum(-1), grouped(weight.square()).sum(-1)
+    sums = by_channel(layer, h)
     if error is None:
-        chosen = sums.clamp(min=0)
+        sizes = sums.clamp(min=0)
     else:
-        chosen = torch.hypot(sums, grouped(error.square()).sum(-1).sqrt())
+        sizes = torch.hypot(sums, by_channel(layer, error.square()).sqrt())
     powers, rest = [], 0.0
-    for each, square in zip(chosen, squares, strict=True):
-        found = balance(each, square)
-        power = torch.exp(found.x[:, None] + found.y)
+    for each, square in zip(sizes, _squares(layer), strict=True):
+        balanced = balance(each, square)
+        power = torch.exp(balanced.x[:, None] + balanced.y)
         stays = _attained(each, square)
         powers.append(power.where(stays & (each > 0), 0.0))
         rest += float((square / power).where(stays & (square > 0), 0.0).sum())
-    spread = rest * torch.stack(powers).unsqueeze(-1).expand(grouped(h).shape)
-    return layer.matrix.ungrouped(spread, h.shape)
+    return rest * over_kernel(layer, torch.stack(powers))
+
+
+def _squares(layer: Layer) -> Tensor:
+    return by_channel(layer, layer.weight.to("cpu", torch.float64).square())
 
 
 def _attained(h: Tensor, squares: Tensor) -> Tensor:

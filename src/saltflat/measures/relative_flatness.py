@@ -181,28 +181,28 @@ class RelativeFlatness(Measure):
         return frozenset({self._kind})
 
     def compute(self, context: Context) -> Measurement:
-        chosen = self._chosen(context)
-        found = context.quantity(self._kind)
+        layer = self._layer(context)
+        flatness = context.quantity(self._kind)
         factor = {x.parameter: x.norm_squared if self.simplified else 1.0 for x in context.layers}
         by_layer = {
-            layer.name: factor[layer.parameter] * float(found.values[layer.parameter])
-            for layer in context.layers
+            x.name: factor[x.parameter] * float(flatness.values[x.parameter])
+            for x in context.layers
         }
         return self.measurement(
-            value=by_layer[chosen.name],
-            **found.certainty({chosen.parameter: factor[chosen.parameter]}),
+            value=by_layer[layer.name],
+            **flatness.certainty({layer.parameter: factor[layer.parameter]}),
             by_layer=by_layer,
             invariant_to=self.invariant_to | ({"neuron"} if self.normalize_features else set()),
-            details={"layer": chosen.name},
-            notes=(f"of layer {chosen.name!r}", *self._estimates(context, found, chosen)),
+            details={"layer": layer.name},
+            notes=(f"of layer {layer.name!r}", *self._estimates(context, flatness, layer)),
         )
 
-    def _estimates(self, context: Context, found: Quantity, chosen: Layer) -> list[str]:
+    def _estimates(self, context: Context, flatness: Quantity, layer: Layer) -> list[str]:
         """A note on the other layers, whose values may be estimates where this one is exact."""
-        names = [x.name for x in context.layers if x != chosen and x.parameter in found.draws]
+        names = [x.name for x in context.layers if x != layer and x.parameter in flatness.draws]
         return [f"by_layer holds estimates for {', '.join(names)}"] if names else []
 
-    def _chosen(self, context: Context) -> Layer:
+    def _layer(self, context: Context) -> Layer:
         layers = {layer.name: layer for layer in context.layers}
         if self.layer is not None:
             if self.layer not in layers:

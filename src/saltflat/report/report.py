@@ -193,17 +193,17 @@ class Comparison(Mapping[str, Report]):
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        found = []
+        lines = []
         for key, text in _SAME.items():
             values = {name: getattr(r.provenance, key) for name, r in self.items()}
             if len(set(values.values())) > 1:
                 shown = ", ".join(f"{name}: {value}" for name, value in values.items())
-                found.append(f"{text} ({shown})")
+                lines.append(f"{text} ({shown})")
         for name in self.measures:
             settings = {n: repr(dict(r[name].settings)) for n, r in self.items() if name in r}
             if len(set(settings.values())) > 1:
-                found.append(f"the settings of {name} differ")
-        return tuple(found)
+                lines.append(f"the settings of {name} differ")
+        return tuple(lines)
 
     @property
     def measures(self) -> list[str]:
