@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -23,6 +24,13 @@ def check_integer(name: str, value: Any, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InvalidValue(f"{name} must be an integer of at least {least}. Got {value!r}.")
     return int(value)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """One of these words."""
+    if value not in choices:
+        listed = " or ".join(map(repr, choices))
+        raise InvalidValue(f"{name} must be {listed}. Got {value!r}.")
 
 
 def check_seed(seed: Any) -> int:

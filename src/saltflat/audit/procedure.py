@@ -21,8 +21,7 @@ from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measure import chosen_measures, estimator_of
-from saltflat.measures import MEASURES
-from saltflat.measures.base import Measure
+from saltflat.measures import MEASURES, Measure
 from saltflat.printing import Callback, reporting
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
 from saltflat.symmetries.evaluate import check_copy

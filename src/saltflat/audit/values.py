@@ -19,7 +19,7 @@ from saltflat.errors import InvalidType
 from saltflat.losses import LossLike
 from saltflat.measure import attempt, kinds_of, shared_quantities
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Context, Measure
+from saltflat.measures import Context, Measure
 from saltflat.measures.engine import CurvatureEngine
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.session import RandomState

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
-from saltflat.measures.base import Measure
+from saltflat.measures import Measure
 from saltflat.training.fam import FAM
 from saltflat.training.monitor import CHEAP, Monitor
 from saltflat.training.monitor_log import Record

@@ -7,7 +7,11 @@ from saltflat.measures.fisher_rao_norm import FisherRaoNorm
 from saltflat.measures.hessian import HessianMaxEigenvalue, HessianTrace
 from saltflat.measures.minimum_sharpness import MinimumSharpness, NeuronwiseMinimumSharpness
 from saltflat.measures.normalized_recipe import DirectObjective, PaperRecipe
-from saltflat.measures.normalized_sharpness import MatrixNormalizedSharpness, NormalizedSharpness
+from saltflat.measures.normalized_sharpness import (
+    MatrixNormalizedSharpness,
+    NormalizedSharpness,
+    balance_layer,
+)
 from saltflat.measures.relative_flatness import Kappa, KappaTrace, RelativeFlatness, Rho
 
 MEASURES: dict[str, type[Measure]] = {
@@ -53,4 +57,5 @@ __all__ = [
     "RelativeFlatness",
     "Rho",
     "SamSharpness",
+    "balance_layer",
 ]

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltflat.checks import check_integer, check_number
-from saltflat.errors import InvalidValue
+from saltflat.checks import check_choice, check_integer, check_number
 from saltflat.landscape import (
     BatchLandscape,
     Feeds,
@@ -66,8 +65,7 @@ class BNSharpness(Measure):
         check_search(self.delta, "delta", self.steps, self.restarts)
         check_number("p", self.p, least=1)
         check_integer("nodes", self.nodes)
-        if self.strategy not in ("ascent", "small_delta"):
-            raise InvalidValue(f"strategy must be 'ascent' or 'small_delta'. Got {self.strategy!r}")
+        check_choice("strategy", self.strategy, ("ascent", "small_delta"))
 
     def compute(self, context: Context) -> Measurement:
         fed = feeding(context.risk, context.layers)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, final
 
 import torch
 
-from saltflat.errors import InvalidValue
+from saltflat.checks import check_choice
 from saltflat.landscape import shifted
 from saltflat.losses import Loss, divisor
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
@@ -34,10 +34,7 @@ class FisherRaoNorm(Measure):
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
 
     def __post_init__(self) -> None:
-        if self.form not in ("parameterwise", "liang"):
-            raise InvalidValue(
-                f"The form of FisherRaoNorm must be 'parameterwise' or 'liang'. Got {self.form!r}."
-            )
+        check_choice("The form of FisherRaoNorm", self.form, ("parameterwise", "liang"))
 
     def required(self) -> frozenset[Need]:
         return frozenset({"passes"}) if self.form == "liang" else self.needs

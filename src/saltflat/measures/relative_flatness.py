@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, final
 
 from torch import Tensor
 
+from saltflat.checks import check_choice
 from saltflat.curvature.quantities import Kind
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
@@ -125,8 +126,7 @@ class Rho(Measure):
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
 
     def __post_init__(self) -> None:
-        if self.side not in ("columns", "rows"):
-            raise InvalidValue(f"The side of Rho must be 'columns' or 'rows'. Got {self.side!r}.")
+        check_choice("The side of Rho", self.side, ("columns", "rows"))
 
     def required(self) -> frozenset[Need]:
         return frozenset({self.side})

@@ -28,7 +28,7 @@ from saltflat.errors import (
 from saltflat.losses import LossLike
 from saltflat.measure import Lenient, chosen_measures, measure
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Measure
+from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.training.monitor_log import Record, continued
 

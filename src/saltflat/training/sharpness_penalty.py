@@ -24,9 +24,8 @@ from saltflat.curvature.settings import Settings
 from saltflat.curvature.stochastic import Hutchinson
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
-from saltflat.measures.base import Context, Quantity
+from saltflat.measures import Context, Quantity, balance_layer
 from saltflat.measures.engine import CurvatureEngine
-from saltflat.measures.normalized_sharpness import balance_layer
 from saltflat.risk import Risk, unwrap
 from saltflat.symmetries.balance import Least, NegativeCurvature, least_trace
 from saltflat.symmetries.group import Group
