@@ -3,7 +3,6 @@
 from saltflat.landscape.batchnorm import BatchStatistics, Feeds, batch_mode
 from saltflat.landscape.neighbourhoods import (
     Ball,
-    Growth,
     Neighbourhood,
     Point,
     Region,
@@ -21,7 +20,6 @@ __all__ = [
     "BatchLandscape",
     "BatchStatistics",
     "Feeds",
-    "Growth",
     "Landscape",
     "Neighbourhood",
     "Partition",

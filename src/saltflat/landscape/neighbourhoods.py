@@ -109,36 +109,10 @@ def gaussian(like: Mapping[str, Tensor], generator: torch.Generator) -> Point:
 
 
 @final
-@dataclass(frozen=True)
-class Growth:
-    """What was found: a searched supremum (`stderr` 0) or a mean with its standard error."""
-
-    value: float
-    stderr: float
-    loss: float  # where nothing is perturbed
-    searched: bool
-    details: Mapping[str, Any]
-    notes: tuple[str, ...]
-    degrees: float = inf  # of the standard error
-
-    def fields(self) -> dict[str, Any]:
-        """For a measurement: a supremum that was searched for is a lower bound, a mean is not."""
-        return {
-            "value": self.value,
-            "exact": False,
-            "stderr": self.stderr,
-            "degrees": self.degrees,
-            "bound": "lower" if self.searched else None,
-            "details": self.details,
-            "notes": self.notes,
-        }
-
-
-@final
 class Neighbourhood:
     """L(θ + s∘u) for u in a ball; s = 1, or |w| entry by entry where `adaptive`.
 
-    Only the parameters of the landscape move.
+    Only the parameters of the landscape move. What is found is given as fields of a measurement.
     """
 
     def __init__(
@@ -152,7 +126,7 @@ class Neighbourhood:
             self.scale = {n: w.detach().double().abs() for n, w in weights.items()}
         self.generator = torch.Generator().manual_seed(seed)
 
-    def worst(self, steps: int, restarts: int) -> Growth:
+    def worst(self, steps: int, restarts: int) -> dict[str, Any]:
         """max over the ball of L(θ+s∘u) − L(θ), searched from the one-step point and `restarts`
         random ones; u = 0 is in the ball, so it is never negative."""
         loss, slope = self._climb({})
@@ -164,14 +138,9 @@ class Neighbourhood:
 
         summit = ascend(self._climb, self.ball, starts(), steps)
         value = max(0.0, summit.value - loss)
-        details = {
-            "loss": loss,
-            "one_step": summit.first - loss,
-            "evaluations": self.landscape.evaluations,
-        }
-        return Growth(value, 0.0, loss, True, details, self._rounding(value, loss))
+        return {"bound": "lower"} | self._fields(value, loss, one_step=summit.first - loss)
 
-    def average(self, draws: int) -> Growth:
+    def average(self, draws: int) -> dict[str, Any]:
         """The mean of L(θ+s∘u) − L(θ) over u normal with E‖u‖² = radius², or uniform in the cube
         for p = ∞."""
         like = self.landscape.parameters
@@ -179,9 +148,8 @@ class Neighbourhood:
         loss, value, stderr = self.landscape.mean_growth(
             lambda: self._shift(self._draw(like, size)), draws
         )
-        details = {"loss": loss, "evaluations": self.landscape.evaluations}
-        notes = self._rounding(abs(value), loss)
-        return Growth(value, stderr, loss, False, details, notes, degrees_of_freedom(draws))
+        error = {"stderr": stderr, "degrees": degrees_of_freedom(draws)}
+        return error | self._fields(value, loss)
 
     def _draw(self, like: Mapping[str, Tensor], size: int) -> Point:
         if self.ball.p == inf:
@@ -202,8 +170,14 @@ class Neighbourhood:
         value, gradient = self.landscape.gradient(self._shift(u))
         return value, self._shift(gradient)  # the chain rule: s again
 
-    def _rounding(self, growth: float, loss: float) -> tuple[str, ...]:
-        return near_rounding(growth, loss, next(iter(self.landscape.parameters.values())).dtype)
+    def _fields(self, growth: float, loss: float, **details: float) -> dict[str, Any]:
+        dtype = next(iter(self.landscape.parameters.values())).dtype
+        return {
+            "value": growth,
+            "exact": False,
+            "details": {"loss": loss, **details, "evaluations": self.landscape.evaluations},
+            "notes": near_rounding(abs(growth), loss, dtype),
+        }
 
 
 def near_rounding(growth: float, loss: float, dtype: torch.dtype) -> tuple[str, ...]:

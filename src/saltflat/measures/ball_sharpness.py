@@ -38,12 +38,13 @@ class DeltaSharpness(Measure):
 
     def compute(self, context: Context) -> Measurement:
         growth = _around(context, Ball(self.delta)).worst(self.steps, self.restarts)
-        if growth.loss < 0:
+        loss = growth["details"]["loss"]
+        if loss < 0:
             raise NotApplicable(
                 "delta_sharpness divides by 1 + loss and needs a loss that is not negative. Got "
-                f"{growth.loss:.3g}; use sam_sharpness."
+                f"{loss:.3g}; use sam_sharpness."
             )
-        return self.measurement(**growth.fields() | {"value": growth.value / (1 + growth.loss)})
+        return self.measurement(**growth | {"value": growth["value"] / (1 + loss)})
 
 
 @final
@@ -76,8 +77,8 @@ class SamSharpness(Measure):
     def compute(self, context: Context) -> Measurement:
         around = _around(context, Ball(self.rho))
         if self.average:
-            return self.measurement(**around.average(self.draws).fields())
-        return self.measurement(**around.worst(self.steps, self.restarts).fields())
+            return self.measurement(**around.average(self.draws))
+        return self.measurement(**around.worst(self.steps, self.restarts))
 
 
 @final
@@ -113,8 +114,8 @@ class AdaptiveSharpness(Measure):
     def compute(self, context: Context) -> Measurement:
         around = _around(context, Ball(self.rho, self.p), adaptive=True)
         if self.average:
-            return self.measurement(**around.average(self.draws).fields())
-        return self.measurement(**around.worst(self.steps, self.restarts).fields())
+            return self.measurement(**around.average(self.draws))
+        return self.measurement(**around.worst(self.steps, self.restarts))
 
 
 def _around(context: Context, ball: Ball, *, adaptive: bool = False) -> Neighbourhood:
