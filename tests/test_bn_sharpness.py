@@ -28,11 +28,9 @@ from perturbed import (
 from scipy.integrate import quad
 from torch import Tensor, nn
 
-from saltflat.measures.base import NotApplicable
-from saltflat.measures.batchnorm import feeding
-from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.measures.landscape import BatchLandscape
-from saltflat.measures.spheres import Spheres, per_unit
+from saltflat.landscape import BatchLandscape
+from saltflat.measures import BNSharpness, NotApplicable
+from saltflat.measures.bn_sharpness import Directions, feeding, per_unit
 
 
 class Shapes(nn.Module):
@@ -253,7 +251,7 @@ def test_a_change_near_rounding_is_said() -> None:
 def test_where_the_gradient_vanishes_the_direction_stays_on_the_spheres() -> None:
     model, data = seeded(normed), points(features=3)
     with context_of(model, data) as context:
-        spheres = Spheres(context.layers, feeding(context.risk, context.layers))
+        spheres = Directions(context.layers, feeding(context.risk, context.layers))
     zero = {n: torch.zeros_like(w) for n, w in unflatten_all(model).items()}
     v = spheres.farthest(zero)
     torch.testing.assert_close(v, on_spheres(model, unflatten_all(model)))

@@ -14,7 +14,7 @@ from networks import Residual, seq
 from torch import Tensor, nn
 
 from saltflat.errors import SaltflatError
-from saltflat.measures.batchnorm import Feeds
+from saltflat.landscape import Feeds
 from saltflat.training.bn_sharpness import BNSharpnessSGD
 
 X = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import saltflat as sf
 from saltflat.errors import DataError
+from saltflat.landscape import BatchLandscape, Landscape
 from saltflat.losses import CustomLoss, JointLoss
-from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.measures.landscape import BatchLandscape, Landscape
-from saltflat.measures.sam_sharpness import SamSharpness
+from saltflat.measures import (
+    AdaptiveSharpness,
+    BNSharpness,
+    Measure,
+    NormalizedSharpness,
+    PaperRecipe,
+    SamSharpness,
+)
 
 
 def centered(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -84,6 +91,29 @@ def test_small_memory_does_not_change_the_value() -> None:
         narrow = Landscape(context.risk, ["0.weight"], memory_budget=1)
         assert narrow.chunk == 1 < wide.chunk
         assert narrow.value() == pytest.approx(wide.value(), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        SamSharpness(steps=2, restarts=0),
+        AdaptiveSharpness(average=True, draws=8),
+        NormalizedSharpness(strategy=PaperRecipe(draws=8, steps=2)),
+    ],
+    ids=lambda measure: measure.name,
+)
+def test_a_memory_budget_reaches_the_measures(measure: Measure) -> None:
+    model, data = seeded(tiny), points()
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    values, ones = [], []
+    for budget in (None, 1):
+        sizes.clear()
+        report = sf.measure(model, data, measures=[measure], memory_budget=budget)
+        values.append(report[measure.name].value)
+        ones.append(sizes.count(1))
+    assert values[1] == pytest.approx(values[0], rel=1e-9)
+    assert ones[1] >= ones[0] + 2 * len(data[0])
 
 
 def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

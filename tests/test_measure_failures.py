@@ -15,10 +15,10 @@ import saltflat as sf
 from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.sweep import Kind
 from saltflat.errors import MissingDependency, NoSecondDerivative
+from saltflat.measure import Lenient
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
 from saltflat.measures.base import Context, Measure, NotApplicable
-from saltflat.measures.planner import Lenient
 
 CASE = BY_NAME["mlp"]
 X, Y = CASE.data()

@@ -32,12 +32,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from saltflat.errors import InvalidValue
-from saltflat.measures.adaptive_sharpness import AdaptiveSharpness
-from saltflat.measures.ascent import Ball, ascend
-from saltflat.measures.base import Measure, NotApplicable
-from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.measures.delta_sharpness import DeltaSharpness
-from saltflat.measures.sam_sharpness import SamSharpness
+from saltflat.landscape import Ball, ascend
+from saltflat.measures import (
+    AdaptiveSharpness,
+    BNSharpness,
+    DeltaSharpness,
+    Measure,
+    NotApplicable,
+    SamSharpness,
+)
 
 
 def ball_supremum(model: nn.Module, data: Data, radius: float, scale: Tensor | float) -> float:

@@ -30,7 +30,7 @@ from optimizers import (
 from torch import Tensor, nn
 
 from saltflat.errors import ModelError, SaltflatError
-from saltflat.measures.planner import measure
+from saltflat.measure import measure
 from saltflat.training.fam import FAM
 from saltflat.training.sharpness_penalty import SharpnessPenalty
 

@@ -13,8 +13,8 @@ from saltflat.errors import (
     ModelError,
     SaltflatError,
 )
+from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
-from saltflat.measures.planner import compare, measure
 from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
 from saltflat.symmetries import Group, symmetries

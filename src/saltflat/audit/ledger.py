@@ -31,12 +31,11 @@ from saltflat.curvature.products import MatrixName
 from saltflat.curvature.settings import Settings
 from saltflat.curvature.sweep import Kind as Quantity
 from saltflat.errors import InvalidType
+from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
+from saltflat.measure import attempt, kinds_of, shared_quantities
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Context, Measure
-from saltflat.measures.batchnorm import BatchStatistics, batch_mode
-from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.measures.planner import attempt, kinds_of, shared_quantities
 from saltflat.risk import Output, Risk, Unpack, logits
 from saltflat.session import RandomState, lend
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
@@ -190,7 +189,7 @@ class Ledger:
                 max(tolerances.closed, _ROUNDED), tolerances.errors, tolerances.searched
             )
             self.notes.append("The model rounds to a narrower type inside: drifts mean less.")
-        self.batch_measures = {m.name for m in panel.measures if isinstance(m, BNSharpness)}
+        self.batch_measures = {m.name for m in panel.measures if m.batch_statistics}
         self.seen: dict[tuple[str, str], list[tuple[Trial, Judgement, str]]] = {}
 
     def add(self, trial: Trial) -> None:
@@ -216,7 +215,8 @@ class Ledger:
                 f"{trial.kind}: factors that would make a running variance < 0 were clipped."
             )
         if excuse > self.tolerances.closed:
-            self._note(f"{trial.kind}: batch statistics feel BatchNorm's eps, so bn_sharpness may.")
+            names = " and ".join(name for name in self.before if name in self.batch_measures)
+            self._note(f"{trial.kind}: batch statistics feel BatchNorm's eps, so {names} may.")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

@@ -18,15 +18,12 @@ from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.products import MatrixName
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
-from saltflat.measures import MEASURES
-from saltflat.measures.base import Measure
-from saltflat.measures.planner import chosen_measures, estimator_of
-from saltflat.report.progress import Callback, reporting
+from saltflat.measure import chosen_measures, estimator_of
+from saltflat.measures import MEASURES, Measure
+from saltflat.printing import Callback, reporting
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
 from saltflat.symmetries import check_copy, duplicate, symmetries
 
-# Suprema that are searched for take many passes over the data for each rescaling.
-SEARCHED = ("bn_sharpness", "delta_sharpness", "sam_sharpness", "adaptive_sharpness")
 # What the kinds are found on and the outputs are compared on, if no example is given.
 _SAMPLES = 32
 
@@ -122,7 +119,7 @@ def _measures(
                 f"Got {type(function).__name__} for {name!r}."
             )
     if measures is None:
-        measures = [name for name in MEASURES if name not in SEARCHED]
+        measures = [name for name, kind in MEASURES.items() if not kind.searched]
     elif not isinstance(measures, str):
         measures = list(measures)
         if not measures and functions:

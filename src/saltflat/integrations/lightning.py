@@ -38,7 +38,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidValue, MissingDependency
-from saltflat.measures.base import Measure
+from saltflat.measures import Measure
 from saltflat.session import RandomState
 from saltflat.training import (
     CHEAP,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
-from saltflat.measures.base import Measure
+from saltflat.measures import Measure
 from saltflat.training import CHEAP, FAM, Monitor, PerturbedOptimizer, Record
 
 try:

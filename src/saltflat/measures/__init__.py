@@ -1,23 +1,20 @@
-"""The measures of the papers, one a file; MEASURES holds each under its name."""
+"""The catalogue: the measures of the papers. MEASURES holds each under its name."""
 
 from saltflat.curvature.curvature import Layer
-from saltflat.measures.adaptive_sharpness import AdaptiveSharpness
-from saltflat.measures.base import Context, Measure, NotApplicable
+from saltflat.curvature.estimators import Quantity
+from saltflat.measures.ball_sharpness import AdaptiveSharpness, DeltaSharpness, SamSharpness
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
 from saltflat.measures.bn_sharpness import BNSharpness
-from saltflat.measures.delta_sharpness import DeltaSharpness
 from saltflat.measures.fisher_rao_norm import FisherRaoNorm
-from saltflat.measures.hessian_max_eigenvalue import HessianMaxEigenvalue
-from saltflat.measures.hessian_trace import HessianTrace
-from saltflat.measures.kappa import Kappa
-from saltflat.measures.kappa_trace import KappaTrace
-from saltflat.measures.matrix_normalized_sharpness import MatrixNormalizedSharpness
-from saltflat.measures.minimum_sharpness import MinimumSharpness
-from saltflat.measures.neuronwise_minimum_sharpness import NeuronwiseMinimumSharpness
-from saltflat.measures.normalized_sharpness import NormalizedSharpness
-from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
-from saltflat.measures.relative_flatness import RelativeFlatness
-from saltflat.measures.rho import Rho
-from saltflat.measures.sam_sharpness import SamSharpness
+from saltflat.measures.hessian import HessianMaxEigenvalue, HessianTrace
+from saltflat.measures.minimum_sharpness import MinimumSharpness, NeuronwiseMinimumSharpness
+from saltflat.measures.normalized_recipe import DirectObjective, PaperRecipe
+from saltflat.measures.normalized_sharpness import (
+    MatrixNormalizedSharpness,
+    NormalizedSharpness,
+    balance_layer,
+)
+from saltflat.measures.relative_flatness import Kappa, KappaTrace, RelativeFlatness, Rho
 
 MEASURES: dict[str, type[Measure]] = {
     "hessian_trace": HessianTrace,
@@ -53,11 +50,14 @@ __all__ = [
     "MatrixNormalizedSharpness",
     "Measure",
     "MinimumSharpness",
+    "Need",
     "NeuronwiseMinimumSharpness",
     "NormalizedSharpness",
     "NotApplicable",
     "PaperRecipe",
+    "Quantity",
     "RelativeFlatness",
     "Rho",
     "SamSharpness",
+    "balance_layer",
 ]

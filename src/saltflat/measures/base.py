@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, final
 
-from torch import Tensor
-
 from saltflat.curvature.curvature import Curvature, Layer
 from saltflat.curvature.estimators import Quantity
 from saltflat.curvature.sweep import Kind
 from saltflat.errors import SaltflatError
+from saltflat.landscape import Landscape
 from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
@@ -64,6 +63,12 @@ class Context:
             )
         return self._group
 
+    def landscape(self) -> Landscape:
+        """The risk around the weight matrices: biases and normalisation parameters stay."""
+        budget = None if self.engine is None else self.engine.settings.memory_budget
+        names = [layer.parameter for layer in self.layers]
+        return Landscape(self.risk, names, memory_budget=budget)
+
     def quantity(self, kind: Kind) -> Quantity:
         if kind in self.failures:
             raise self.failures[kind]
@@ -91,6 +96,9 @@ class Measure(ABC):
     equation: ClassVar[str]
     needs: ClassVar[frozenset[Need]]
     invariant_to: ClassVar[frozenset[Symmetry]]
+    needs_layers: ClassVar[bool] = True  # without a weight matrix there is nothing to measure
+    searched: ClassVar[bool] = False  # a supremum, searched for by many passes over the data
+    batch_statistics: ClassVar[bool] = False  # BatchNorm takes them, and its eps is felt
 
     @abstractmethod
     def compute(self, context: Context) -> Measurement:
@@ -110,8 +118,3 @@ class Measure(ABC):
         """A measurement of this measure with its name, settings and invariance filled in."""
         usual = {"invariant_to": self.invariant_to, "settings": self.settings()}
         return Measurement(name=self.name, **(usual | fields))
-
-
-def column_norms(layer: Layer) -> Tensor:
-    """‖w(j)‖² of every input unit's column, in float64; on the CPU, where quantities are."""
-    return layer.matrix.columns(layer.weight.double().square()).cpu()

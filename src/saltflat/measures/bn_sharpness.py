@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from saltflat.errors import InvalidValue
+from saltflat.checks import check_choice, check_integer, check_number
+from saltflat.curvature.curvature import Layer
+from saltflat.landscape import (
+    BatchLandscape,
+    Feeds,
+    Partition,
+    Point,
+    Region,
+    Spheres,
+    ascend,
+    check_search,
+    gaussian,
+    near_rounding,
+)
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.ascent import Point, ascend, gaussian
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
-from saltflat.measures.batchnorm import feeding
-from saltflat.measures.landscape import BatchLandscape
-from saltflat.measures.perturb import check_search, near_rounding
-from saltflat.measures.spheres import Spheres
+from saltflat.risk import Risk
 
 
 @final
@@ -43,6 +52,8 @@ class BNSharpness(Measure):
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})
+    searched: ClassVar[bool] = True
+    batch_statistics: ClassVar[bool] = True
 
     p: float = 2.0
     delta: float = 1e-3
@@ -53,12 +64,9 @@ class BNSharpness(Measure):
 
     def __post_init__(self) -> None:
         check_search(self.delta, "delta", self.steps, self.restarts)
-        if not (isfinite(self.p) and self.p >= 1):
-            raise InvalidValue(f"p must be a finite number, at least 1. Got {self.p!r}.")
-        if self.nodes < 1:
-            raise InvalidValue(f"nodes must be at least 1. Got {self.nodes!r}.")
-        if self.strategy not in ("ascent", "small_delta"):
-            raise InvalidValue(f"strategy must be 'ascent' or 'small_delta'. Got {self.strategy!r}")
+        check_number("p", self.p, least=1)
+        check_integer("nodes", self.nodes)
+        check_choice("strategy", self.strategy, ("ascent", "small_delta"))
 
     def compute(self, context: Context) -> Measurement:
         fed = feeding(context.risk, context.layers)
@@ -68,18 +76,18 @@ class BNSharpness(Measure):
                 "bn_sharpness needs a weight matrix whose outputs go straight to BatchNorm; the "
                 "model has none. Use sam_sharpness or adaptive_sharpness."
             )
-        spheres = Spheres(context.layers, fed)
+        directions = Directions(context.layers, fed)
         surface = BatchLandscape(context.risk, list(fed))
         loss, gradient = surface.gradient()
-        limit = (2 / (self.p + 1)) ** (1 / self.p) * spheres.slope(gradient)
+        limit = (2 / (self.p + 1)) ** (1 / self.p) * directions.slope(gradient)
         value, notes = limit, [f"batch statistics: depends on the batch size {surface.batch_size}"]
         if self.strategy == "ascent":
-            value = self._search(surface, loss, spheres, gradient, context.seed)
+            value = self._search(surface, loss, directions, gradient, context.seed)
             dtype = next(iter(surface.parameters.values())).dtype
             notes += near_rounding(value * self.delta, loss, dtype)
         else:
             notes.append("the limit for δ → 0")
-        if zeros := spheres.zeros():
+        if zeros := directions.zeros():
             notes.append(f"filters that are zero, so have no direction and stay: {zeros}")
         return self.measurement(
             value=value,
@@ -102,7 +110,12 @@ class BNSharpness(Measure):
         }
 
     def _search(
-        self, surface: BatchLandscape, loss: float, spheres: Spheres, gradient: Point, seed: int
+        self,
+        surface: BatchLandscape,
+        loss: float,
+        directions: Directions,
+        gradient: Point,
+        seed: int,
     ) -> float:
         generator = torch.Generator().manual_seed(seed)
         rule = _two_sided(self.nodes)
@@ -122,12 +135,12 @@ class BNSharpness(Measure):
             return total, slope
 
         def starts() -> Iterator[Point]:
-            yield spheres.farthest(gradient)
+            yield directions.farthest(gradient)
             for _ in range(self.restarts):
-                yield spheres.farthest(gaussian(gradient, generator))
+                yield directions.farthest(gaussian(gradient, generator))
 
-        found = ascend(along, spheres, starts(), self.steps)
-        return float(found.value ** (1 / self.p))
+        summit = ascend(along, directions, starts(), self.steps)
+        return float(summit.value ** (1 / self.p))
 
 
 def _two_sided(nodes: int) -> list[tuple[float, float]]:
@@ -135,3 +148,75 @@ def _two_sided(nodes: int) -> list[tuple[float, float]]:
     x, w = np.polynomial.legendre.leggauss(nodes)
     half = [(float(a + 1) / 2, float(b) / 2) for a, b in zip(x, w, strict=True)]
     return [(-s, weight) for s, weight in half] + half
+
+
+def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
+    few = next(risk.batches()).part(0, 2)
+    units = {layer.parameter: layer.matrix.rows(layer.weight).numel() for layer in layers}
+    feeds = Feeds(units, risk.parameters)
+    with feeds:  # gradients on: without them some modules take a path that cannot be watched
+        outputs = risk.forward(few)
+    feeds.use(outputs)
+    return feeds.units()
+
+
+@final
+class Directions(Region):
+    """The directions v on the spheres of all units in `fed`, by parameter name."""
+
+    def __init__(self, layers: Sequence[Layer], fed: Mapping[str, Tensor]) -> None:
+        self.units = {layer.parameter: _Units(layer, fed[layer.parameter]) for layer in layers}
+        own = [layer.weight.double() for layer in layers]
+        self.spheres = Spheres(own, list(self.units.values()))
+
+    def farthest(self, direction: Mapping[str, Tensor]) -> Point:
+        """Each part of `direction` brought to the length of its sphere.
+
+        Where a part vanishes, all of its sphere is as far: the direction of θ is taken there.
+        """
+        vector = [direction[name] for name in self.units]
+        parts = zip(vector, self.spheres.parameters, self.spheres.lengths(vector), strict=True)
+        units = self.spheres.units([torch.where(n == 0, own, t) for t, own, n in parts])
+        lengthened = [r * u for r, u in zip(self.spheres.radii, units, strict=True)]
+        return dict(zip(self.units, lengthened, strict=True))
+
+    def nearest(self, point: Point) -> Point:
+        return self.farthest(point)
+
+    def slope(self, gradient: Mapping[str, Tensor]) -> float:
+        """The largest ⟨g, v⟩."""
+        vector = [gradient[name] for name in self.units]
+        return float(self.spheres.slope(vector, self.spheres.units(vector)))
+
+    def zeros(self) -> int:
+        """How many units that feed BatchNorm are zero, and so have no direction."""
+        return sum(units.zeros() for units in self.units.values())
+
+
+@final
+class _Units(Partition):
+    """The output units of a layer; those in `fed` have spheres of their own."""
+
+    def __init__(self, layer: Layer, fed: Tensor) -> None:
+        self.layer, self.fed = layer, fed.to(layer.weight.device)
+        self.own = per_unit(layer, self.fed)
+
+    def sums(self, entries: Tensor) -> Tensor:
+        return per_unit(self.layer, self.layer.matrix.rows(entries))
+
+    def norms(self, entries: Tensor) -> Tensor:
+        return self.sums(entries.square()).sqrt()
+
+    def zeros(self) -> int:
+        return int((self.layer.matrix.rows(self.layer.weight.abs()) == 0)[self.fed].sum())
+
+
+def per_unit(layer: Layer, values: Tensor) -> Tensor:
+    """One number an output unit, laid out so that it multiplies the layer's weight."""
+    kernel = [1] * (layer.weight.ndim - 2)
+    if layer.matrix.out == 0:
+        return values.view(-1, 1, *kernel)
+    inputs = layer.weight.shape[0] // layer.matrix.groups
+    grouped = values.view(layer.matrix.groups, 1, -1)
+    return grouped.expand(-1, inputs, -1).reshape(layer.weight.shape[0], -1, *kernel)

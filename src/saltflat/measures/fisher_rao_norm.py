@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
-from torch import Tensor
 
-from saltflat.errors import InvalidValue
+from saltflat.checks import check_choice
+from saltflat.landscape import shifted
 from saltflat.losses import Loss, divisor
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
@@ -36,10 +34,7 @@ class FisherRaoNorm(Measure):
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
 
     def __post_init__(self) -> None:
-        if self.form not in ("parameterwise", "liang"):
-            raise InvalidValue(
-                f"The form of FisherRaoNorm must be 'parameterwise' or 'liang'. Got {self.form!r}."
-            )
+        check_choice("The form of FisherRaoNorm", self.form, ("parameterwise", "liang"))
 
     def required(self) -> frozenset[Need]:
         return frozenset({"passes"}) if self.form == "liang" else self.needs
@@ -78,7 +73,8 @@ def _degree(context: Context) -> int:
     few = next(risk.batches()).part(0, 8)
     with torch.no_grad():
         before = risk.forward(few)
-        with _doubled([risk.parameters[layer.parameter] for layer in context.layers]):
+        weights = {layer.parameter: layer.weight for layer in context.layers}
+        with shifted(risk.parameters, weights):
             after = risk.forward(few)
     sizes = before.abs().double().sum(), after.abs().double().sum()
     degree = round(float((sizes[1] / sizes[0]).log2())) if all(s > 0 for s in sizes) else 0
@@ -89,15 +85,3 @@ def _degree(context: Context) -> int:
             "curved activation), so Liang's closed form does not hold."
         )
     return degree
-
-
-@contextmanager
-def _doubled(parameters: list[Tensor]) -> Iterator[None]:
-    before = [p.data for p in parameters]
-    try:
-        for p in parameters:
-            p.data = p.data * 2
-        yield
-    finally:
-        for p, data in zip(parameters, before, strict=True):
-            p.data = data

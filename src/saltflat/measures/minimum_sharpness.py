@@ -1,4 +1,4 @@
-"""Minimum sharpness: the least trace of the Hessian over rescalings of whole layers."""
+"""Minimum sharpness: the least trace of the Hessian over rescalings, of layers or of units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltflat.curvature.curvature import Layer
 from saltflat.curvature.estimators import Quantity, mean_error
-from saltflat.measurement import Measurement, Symmetry
+from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
 from saltflat.measures.cross_fit import NOTE, Line, cross_fit
 from saltflat.symmetries.balance import (
@@ -65,6 +65,33 @@ class MinimumSharpness(Measure):
         if least.vanishing:
             details["on_sphere"] = fields["value"] + _on_sphere(context, least)
         return self.measurement(**fields, details=details)
+
+
+@final
+@dataclass(frozen=True)
+class NeuronwiseMinimumSharpness(Measure):
+    """min Tr H over every positive rescaling that keeps the function, unit by unit.
+
+    Σ diag[o,i] exp(−2(e_o − e_i)) over the scales e of all units: a convex problem, matrix
+    balancing. It carries minimum sharpness (Ibayashi et al. 2021) from layers to units. Of
+    estimated curvature the value is an upper bound with an error: see
+    `saltflat.measures.cross_fit`.
+    """
+
+    name: ClassVar[str] = "neuronwise_minimum_sharpness"
+    title: ClassVar[str] = "min over all rescalings of Tr H"
+    paper: ClassVar[str] = "saltflat, after Ibayashi et al. 2021"
+    equation: ClassVar[str] = ""
+    needs: ClassVar[frozenset[Need]] = frozenset({"diagonal"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
+
+    def compute(self, context: Context) -> Measurement:
+        diagonal = context.quantity("diagonal")
+        least = minimised(context.group, diagonal)
+        return self.measurement(
+            **least_fields(context.group, diagonal, least),
+            details={"logs": least.element.logs, "dimension": len(context.group)},
+        )
 
 
 def minimised(group: Group, source: Quantity) -> Least:
@@ -122,17 +149,17 @@ def alphas(least: Least, layers: Any) -> dict[str, float]:
 
 
 def notes(least: Least) -> tuple[str, ...]:
-    found = []
+    lines = []
     if least.negative:
-        found.append(
+        lines.append(
             f"estimated below zero, within its error: the curvature of {_few(least.negative)}"
         )
     if least.vanishing:
-        found.append(
+        lines.append(
             f"not attained: rescaling drives the curvature of {_few(least.vanishing)} to zero "
             "without changing the function"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
 def _few(names: Iterable[str]) -> str:

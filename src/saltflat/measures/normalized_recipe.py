@@ -7,18 +7,76 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from saltflat.checks import check_number
 from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity
+from saltflat.curvature.estimators import Quantity, degrees_of_freedom
 from saltflat.errors import InvalidValue
-from saltflat.measures.ascent import Point, gaussian
+from saltflat.landscape import Point, check_draws, gaussian
 from saltflat.measures.base import Context
-from saltflat.measures.landscape import Landscape
-from saltflat.measures.perturb import check_draws
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PaperRecipe:
+    """Tsuzuku et al. 2020, algorithm 1: `draws` finite differences of the gradient (eq. 61) for
+    the diagonal, then `steps` of gradient descent on the logarithms of the variances.
+
+    The standard error is that of the diagonal, carried to the value; how far the descent is from
+    the minimum is not known, and negative estimates of the diagonal count as zero.
+    """
+
+    draws: int = 100
+    radius: float = 1e-3
+    steps: int = 1000
+    lr: float = 1e-3
+
+    def fields(self, context: Context, lam: float) -> dict[str, Any]:
+        """For a measurement."""
+        diagonal = stochastic_diagonal(context, self.draws, self.radius, context.seed)
+        by_layer: dict[str, float] = {}
+        slopes: dict[str, Tensor | float] = {}
+        for layer in context.layers:
+            h = by_channel(layer, diagonal.values[layer.parameter])
+            squares = by_channel(layer, layer.weight.to(h.device, torch.float64).square())
+            value, x, y = paper_descent(h, squares, self.steps, self.lr, lam)
+            by_layer[layer.name] = value
+            variance = (x.unsqueeze(-1) + y.unsqueeze(-2)).exp().where(h > 0, 0.0)
+            slopes[layer.parameter] = over_kernel(layer, variance)
+        return {
+            "value": sum(by_layer.values()),
+            "stderr": diagonal.stderr(slopes),
+            "degrees": diagonal.degrees,
+            "by_layer": by_layer,
+            "notes": (f"the paper's recipe, after {self.steps} steps of descent: not a minimum",),
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DirectObjective:
+    """Tsuzuku et al. 2020, eq. 62: the loss under noise instead of its second order.
+
+    `steps` of Adam over the variances, then the objective from `draws` fresh draws.
+    """
+
+    steps: int = 200
+    draws: int = 64
+    lr: float = 0.1
+
+    def fields(self, context: Context, lam: float) -> dict[str, Any]:
+        """For a measurement."""
+        value, stderr = direct_objective(
+            context, self.steps, self.draws, self.lr, lam, context.seed
+        )
+        notes = ("eq. 62: not convex, so a point of it and not the minimum",)
+        degrees = degrees_of_freedom(self.draws)
+        return {"value": value, "stderr": stderr, "degrees": degrees, "notes": notes}
 
 
 def stochastic_diagonal(
@@ -30,28 +88,34 @@ def stochastic_diagonal(
     entries. All matrices are moved at once; what they do to each other has mean zero.
     """
     check_draws(draws)
-    if not radius > 0:
-        raise InvalidValue(f"radius must be a positive number. Got {radius!r}.")
-    landscape = _landscape(context)
+    check_number("radius", radius, above=True)
+    landscape = context.landscape()
     steps = {
         name: radius * (_rms(p) or 1.0)  # a matrix of zeros sets no scale
         for name, p in landscape.parameters.items()
     }
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, list[Tensor]] = {name: [] for name in steps}
+    products: dict[str, list[Tensor]] = {name: [] for name in steps}
     for _ in range(draws):
         noise = gaussian(landscape.parameters, generator)
         _, ahead = landscape.gradient({n: steps[n] * e for n, e in noise.items()})
         _, behind = landscape.gradient({n: -steps[n] * e for n, e in noise.items()})
         for name, e in noise.items():
-            found[name].append(e * (ahead[name] - behind[name]) / (2 * steps[name]))
-    stacked = {name: torch.stack(each) for name, each in found.items()}
+            products[name].append(e * (ahead[name] - behind[name]) / (2 * steps[name]))
+    stacked = {name: torch.stack(each) for name, each in products.items()}
     return Quantity({name: each.mean(0) for name, each in stacked.items()}, stacked)
 
 
 def by_channel(layer: Layer, values: Tensor) -> Tensor:
     """Summed over kernel positions: (groups, outputs of a group, inputs of a group)."""
     return layer.matrix.grouped(values).sum(-1)
+
+
+def over_kernel(layer: Layer, values: Tensor) -> Tensor:
+    """The way back: numbers of channels at every kernel position, in the weight's shape."""
+    kernel = layer.weight.numel() // values.numel()
+    each = values.unsqueeze(-1).expand(*values.shape, kernel)
+    return layer.matrix.ungrouped(each, layer.weight.shape)
 
 
 def paper_descent(
@@ -95,7 +159,7 @@ def direct_objective(
     the minimum up to the standard error.
     """
     check_draws(draws)
-    landscape = _landscape(context)
+    landscape = context.landscape()
     noise = _Noise(context.layers, lam)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(noise.logarithms, lr=lr)
@@ -112,16 +176,12 @@ def direct_objective(
         optimizer.step()
     with torch.no_grad():
         sigma = noise.sigma()
-        constant = float(noise.penalty(sigma)) - landscape.value()
-        found = []
-        for _ in range(draws):
-            draw = gaussian(sigma, generator)
-            ends = [
-                landscape.value({n: k * draw[n] * s for n, s in sigma.items()}) for k in (1, -1)
-            ]
-            found.append(sum(ends) / 2 + constant)
-    values = torch.tensor(found, dtype=torch.float64)
-    return float(values.mean()), float(values.std() / draws**0.5)
+
+        def shift() -> Point:
+            return {n: e * sigma[n] for n, e in gaussian(sigma, generator).items()}
+
+        _, growth, stderr = landscape.mean_growth(shift, draws)
+        return float(noise.penalty(sigma)) + growth, stderr
 
 
 @final
@@ -160,10 +220,6 @@ class _Noise:
             (layer.weight.double() / sigma[layer.parameter]).square().sum() for layer in self.layers
         ]
         return torch.stack(terms).sum() / (2 * self.lam)
-
-
-def _landscape(context: Context) -> Landscape:
-    return Landscape(context.risk, [layer.parameter for layer in context.layers])
 
 
 def _rms(values: Tensor) -> float:

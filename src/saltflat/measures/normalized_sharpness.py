@@ -1,7 +1,8 @@
-"""Normalized sharpness: flatness on the scale of every row and column of the weights."""
+"""Normalized sharpness: flatness on the scale of each weight matrix, or of its rows and columns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, final
@@ -9,16 +10,26 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from saltflat.convex import balance
+from saltflat.convex import balance, components
 from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity
+from saltflat.curvature.estimators import Quantity, mean_error
 from saltflat.errors import InvalidValue
-from saltflat.geometry import Matrix
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need
-from saltflat.measures.cross_fit import NOTE
-from saltflat.measures.normalized_bound import normalized_bound
-from saltflat.measures.normalized_strategies import DirectObjective, PaperRecipe
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.cross_fit import (
+    NOTE,
+    CrossFit,
+    Line,
+    evaluated,
+    partial_means,
+    root_bound,
+)
+from saltflat.measures.normalized_recipe import (
+    DirectObjective,
+    PaperRecipe,
+    by_channel,
+    over_kernel,
+)
 
 
 @final
@@ -35,7 +46,7 @@ class NormalizedSharpness(Measure):
 
     Of an estimated h (a network that is not piecewise linear, too many directions) the value is an
     upper bound with an error, in which negative entries count as they are
-    (`saltflat.measures.normalized_bound`).
+    (`normalized_bound`).
     """
 
     lam: float = 0.5
@@ -58,16 +69,9 @@ class NormalizedSharpness(Measure):
     def compute(self, context: Context) -> Measurement:
         if self.strategy is None:
             return self._exactly(context)
-        value, stderr, degrees, by_layer, note = self.strategy.value(context, self.lam)
-        return self.measurement(
-            value=value,
-            exact=False,
-            stderr=stderr,
-            degrees=degrees,
-            by_layer=by_layer,
-            invariant_to=frozenset(),  # a descent of so many steps depends on the scale
-            notes=(note,),
-        )
+        # A descent of so many steps depends on the scale.
+        fields = self.strategy.fields(context, self.lam) | {"invariant_to": frozenset()}
+        return self.measurement(exact=False, **fields)
 
     def _exactly(self, context: Context) -> Measurement:
         diagonal = context.quantity("diagonal")
@@ -80,11 +84,11 @@ class NormalizedSharpness(Measure):
         unattained = []
         for layer in context.layers:
             h = diagonal.values[layer.parameter]
-            found = balance_layer(layer, h, magnitudes.get(layer.parameter))
-            by_layer[layer.name] = factor * found.value
-            gap += factor * found.gap
-            negative, size = negative + found.negative, size + found.size
-            if not found.attained:
+            balanced = balance_layer(layer, h, magnitudes.get(layer.parameter))
+            by_layer[layer.name] = factor * balanced.value
+            gap += factor * balanced.gap
+            negative, size = negative + balanced.negative, size + balanced.size
+            if not balanced.attained:
                 unattained.append(layer.name)
         clipped = negative / size if size > 0 else 0.0
         notes = []
@@ -116,6 +120,47 @@ class NormalizedSharpness(Measure):
 
 
 @final
+@dataclass(frozen=True)
+class MatrixNormalizedSharpness(Measure):
+    """Σ_d sqrt(‖W_d‖²_F · Tr H_d) (Tsuzuku et al. 2020, eq. 13).
+
+    A trace below zero (an indefinite loss) counts as zero. Of estimated traces the value is an
+    upper bound with an error (`saltflat.measures.cross_fit`).
+    """
+
+    name: ClassVar[str] = "matrix_normalized_sharpness"
+    title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
+    paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    equation: ClassVar[str] = "(13)"
+    needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def compute(self, context: Context) -> Measurement:
+        trace = context.quantity("trace")
+        names = {layer.name: layer.parameter for layer in context.layers}
+        known = {n: float(trace.values[p]) for n, p in names.items() if p not in trace.draws}
+        negative = {name: value for name, value in known.items() if value < 0}
+        if len(negative) == len(names):
+            raise NotApplicable("The trace of every weight matrix is negative.")
+        listed = ", ".join(f"{name} ({value:.3g})" for name, value in negative.items())
+        notes = (f"negative traces counted as zero: {listed}",) if negative else ()
+        if len(known) == len(names):
+            by_layer = {
+                x.name: sqrt(x.norm_squared * max(known[x.name], 0.0)) for x in context.layers
+            }
+            value = sum(by_layer.values())
+            return self.measurement(value=value, exact=True, by_layer=by_layer, notes=notes)
+        fitted = root_bound(trace, {x.parameter: x.norm_squared for x in context.layers})
+        return self.measurement(
+            value=fitted.value,
+            **fitted.certainty(),
+            bound="upper",
+            by_layer={name: fitted.by_parameter[p] for name, p in names.items()},
+            notes=(NOTE, *notes),
+        )
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class BalancedLayer:
     """The minimum for one layer, and where it is: log(σσ')² of every group, output and input."""
@@ -125,8 +170,7 @@ class BalancedLayer:
     attained: bool
     negative: float  # Σ |h| over what is negative, over kernel positions summed up …
     size: float  # … and over everything
-    matrix: Matrix
-    shape: torch.Size
+    layer: Layer
     place: tuple[tuple[Tensor, Tensor], ...]
     sums: Tensor  # h and W², summed over kernel positions
     squares: Tensor
@@ -143,9 +187,7 @@ class BalancedLayer:
 
     def _spread(self, where: Tensor, sign: float) -> Tensor:
         values = torch.stack([torch.exp(sign * (x[:, None] + y)) for x, y in self.place])
-        kernel = self.shape.numel() // values.numel()
-        each = torch.where(where, values, 0.0).unsqueeze(-1).expand(*values.shape, kernel)
-        return self.matrix.ungrouped(each, self.shape)
+        return over_kernel(self.layer, torch.where(where, values, 0.0))
 
 
 # In ε of the sum of the terms' sizes. Rounding leaves a few of them, in passes and sums of any
@@ -168,24 +210,79 @@ def balance_layer(layer: Layer, h: Tensor, magnitude: Tensor | None = None) -> B
 
     `magnitude` is of h's shape, or a 0 where h has terms of one sign only: see `noise_floor`.
     """
-    matrix = layer.matrix
-    weight = layer.weight.to("cpu", torch.float64)
-    sums, squares = matrix.grouped(h.cpu()).sum(-1), matrix.grouped(weight.square()).sum(-1)
+    sums, squares = by_channel(layer, h.cpu()), _squares(layer)
     if magnitude is not None and magnitude.ndim:
-        terms = matrix.grouped(magnitude.cpu()).sum(-1)
+        terms = by_channel(layer, magnitude.cpu())
         sums = sums.where(sums.abs() > noise_floor(terms, layer.weight.dtype), 0.0)
     clipped = sums.clamp(min=0)
-    found = [balance(*each) for each in zip(clipped, squares, strict=True)]
+    groups = [balance(*each) for each in zip(clipped, squares, strict=True)]
     negative = float((clipped - sums).sum())
     return BalancedLayer(
-        value=sum(f.value for f in found),
-        gap=sum(f.gap for f in found),
-        attained=all(f.attained for f in found),
+        value=sum(group.value for group in groups),
+        gap=sum(group.gap for group in groups),
+        attained=all(group.attained for group in groups),
         negative=negative,
         size=float(clipped.sum()) + negative,
-        matrix=matrix,
-        shape=h.shape,
-        place=tuple((f.x, f.y) for f in found),
+        layer=layer,
+        place=tuple((group.x, group.y) for group in groups),
         sums=sums,
         squares=squares,
     )
+
+
+def normalized_bound(layers: Sequence[Layer], diagonal: Quantity) -> CrossFit:
+    """Σ of eq. 17 over all weights at λ = ½, by parameter, of an estimated diagonal: from above.
+
+    For any x and y, with P = Σ_ij h_ij e^{x_i+y_j} and Q = Σ_ij w²_ij e^{−(x_i+y_j)}, the best
+    common shift of x makes P + Q as small as 2 sqrt(P Q). That is at least the minimum of eq. 17,
+    does not depend on the scale of what chose x and y, and P is linear in h. So x and y are chosen
+    with some of the draws of h and P Q evaluated with the others, and then the root is bounded
+    likewise, as `saltflat.measures.cross_fit` says. Entries of h below zero count as they are: to
+    cut them off would leave what noise is positive.
+    """
+
+    def choose(rest: Sequence[int]) -> Line:
+        values, errors = partial_means(diagonal, rest)
+        names = {layer.parameter: layer for layer in layers}
+        return Line({n: _slopes(x, values[n], errors.get(n)) for n, x in names.items()})
+
+    products = evaluated(diagonal, choose)
+    numbers = Quantity(
+        {name: mean_error(each, diagonal.counts)[0] for name, each in products.items()},
+        {name: each for name, each in products.items() if name in diagonal.draws},
+        diagonal.sizes,
+    )
+    return root_bound(numbers, dict.fromkeys(products, 4.0))
+
+
+def _slopes(layer: Layer, h: Tensor, error: Tensor | None) -> Tensor:
+    """Q e^{x+y}, the derivatives of P Q in h, at the minimum for this h.
+
+    An estimate h with the standard error s counts as sqrt(h² + s²), so that no variance grows
+    without bound where h happens to be small; a known one below zero counts as zero.
+    """
+    sums = by_channel(layer, h)
+    if error is None:
+        sizes = sums.clamp(min=0)
+    else:
+        sizes = torch.hypot(sums, by_channel(layer, error.square()).sqrt())
+    powers, rest = [], 0.0
+    for each, square in zip(sizes, _squares(layer), strict=True):
+        balanced = balance(each, square)
+        power = torch.exp(balanced.x[:, None] + balanced.y)
+        stays = _attained(each, square)
+        powers.append(power.where(stays & (each > 0), 0.0))
+        rest += float((square / power).where(stays & (square > 0), 0.0).sum())
+    return rest * over_kernel(layer, torch.stack(powers))
+
+
+def _squares(layer: Layer) -> Tensor:
+    return by_channel(layer, layer.weight.to("cpu", torch.float64).square())
+
+
+def _attained(h: Tensor, squares: Tensor) -> Tensor:
+    """Which entries do not vanish on the way to the infimum."""
+    if min(h.min(), squares.min()) > 0:
+        return torch.ones_like(h, dtype=torch.bool)
+    rows, columns = components(squares > 0, h > 0)
+    return rows[:, None] == columns

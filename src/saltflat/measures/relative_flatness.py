@@ -1,16 +1,150 @@
-"""Relative flatness of a layer."""
+"""Relative flatness, and the measures before it: κ, κ_τ and ρ (Petzka et al. 2019, 2021)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
+from torch import Tensor
+
+from saltflat.checks import check_choice
 from saltflat.curvature.curvature import Layer
 from saltflat.curvature.estimators import Quantity
 from saltflat.curvature.sweep import Kind
 from saltflat.errors import InvalidValue, nearest
-from saltflat.measurement import Measurement, Symmetry
+from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
+
+
+@final
+@dataclass(frozen=True)
+class Kappa(Measure):
+    """κ^l = ‖W_l‖² λ_max(H_l) (Petzka et al. 2019, Definition 1 and Table 1).
+
+    Views: `by_layer` holds κ^l, `max` κ^max and `value` κ^Σ = Σ_l κ^l. Eigenvalues are found by
+    Lanczos iteration to a relative `tol`; the residual norms bound their errors, which `gap` adds
+    up. The paper's neurons are columns of W (its appendix B) and it gives them ρ alone; with
+    `neurons=True`, `by_neuron` holds ‖w(j)‖² λ_max(H_jj), the same formula for the column of input
+    unit j. That is one Lanczos iteration a column, so it is slow for all but small networks.
+    """
+
+    tol: float = 1e-6
+    neurons: bool = False
+
+    name: ClassVar[str] = "kappa"
+    title: ClassVar[str] = "Σ_l ‖W_l‖² λ_max(H_l)"
+    paper: ClassVar[str] = "Petzka et al. 2019"
+    equation: ClassVar[str] = "Definition 1 and Table 1, κ"
+    needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def compute(self, context: Context) -> Measurement:
+        assert context.engine is not None
+        by_layer, by_neuron, gap = {}, {}, 0.0
+        for layer in context.layers:
+            norm = layer.norm_squared
+            value, residual, _ = context.engine.largest_eigenvalue([layer.parameter], self.tol)
+            by_layer[layer.name] = norm * value
+            gap += norm * residual
+            if self.neurons:
+                largest = context.engine.column_eigenvalues(layer, self.tol)
+                by_neuron[layer.name] = _column_norms(layer) * largest
+        value = sum(by_layer.values())
+        return self.measurement(
+            value=value,
+            exact=True,
+            gap=gap,
+            by_layer=by_layer,
+            by_neuron=by_neuron,
+            max_over="layers",
+            details={"neurons": "input units"} if self.neurons else {},
+        )
+
+
+@final
+@dataclass(frozen=True)
+class KappaTrace(Measure):
+    """κ_τ^l = ‖W_l‖² Tr H_l (Petzka et al. 2019, Table 1).
+
+    Views: `by_layer` holds κ_τ^l, `max` κ_τ^max and `value` κ_τ^Σ. The paper's neurons are columns
+    of W (its appendix B) and it gives them ρ alone; `by_neuron` holds ‖w(j)‖² Tr H_jj, the same
+    formula for the column of input unit j. These do not add up to κ_τ^l, and need the diagonal of
+    the Hessian; `neurons=False` leaves them out and needs its trace alone.
+    """
+
+    neurons: bool = True
+
+    name: ClassVar[str] = "kappa_trace"
+    title: ClassVar[str] = "Σ_l ‖W_l‖² Tr H_l"
+    paper: ClassVar[str] = "Petzka et al. 2019"
+    equation: ClassVar[str] = "Table 1, κ_τ"
+    needs: ClassVar[frozenset[Need]] = frozenset({"trace", "diagonal"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def required(self) -> frozenset[Need]:
+        return self.needs if self.neurons else frozenset({"trace"})
+
+    def compute(self, context: Context) -> Measurement:
+        trace = context.quantity("trace")
+        norms = {layer.parameter: layer.norm_squared for layer in context.layers}
+        by_layer = {
+            layer.name: norms[layer.parameter] * float(trace.values[layer.parameter])
+            for layer in context.layers
+        }
+        return self.measurement(
+            value=sum(by_layer.values()),
+            **trace.certainty(norms),
+            by_layer=by_layer,
+            by_neuron=self._columns(context) if self.neurons else {},
+            max_over="layers",
+            details={"neurons": "input units"} if self.neurons else {},
+        )
+
+    def _columns(self, context: Context) -> dict[str, Tensor]:
+        diagonal = context.quantity("diagonal").values
+        return {
+            layer.name: _column_norms(layer) * layer.matrix.columns(diagonal[layer.parameter])
+            for layer in context.layers
+        }
+
+
+@final
+@dataclass(frozen=True)
+class Rho(Measure):
+    """ρ^l(j) = w(j)ᵀ H_jj w(j) (Petzka et al. 2019, appendix B and Table 1).
+
+    w(j) are the outgoing weights of input unit j, a column of W; with `side="rows"` the incoming
+    weights of an output unit, which is invariant too and another number. Views: `by_neuron` holds
+    ρ^l(j), `by_layer_max` ρ^l = max_j, `by_layer` ρ_σ^l = Σ_j, `max` ρ^max and `value` ρ^Σ.
+    """
+
+    side: Literal["columns", "rows"] = "columns"
+
+    name: ClassVar[str] = "rho"
+    title: ClassVar[str] = "Σ_j w(j)ᵀ H_jj w(j)"
+    paper: ClassVar[str] = "Petzka et al. 2019"
+    equation: ClassVar[str] = "appendix B and Table 1, ρ"
+    needs: ClassVar[frozenset[Need]] = frozenset({"columns"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
+
+    def __post_init__(self) -> None:
+        check_choice("The side of Rho", self.side, ("columns", "rows"))
+
+    def required(self) -> frozenset[Need]:
+        return frozenset({self.side})
+
+    def compute(self, context: Context) -> Measurement:
+        forms = context.quantity(self.side)
+        parameters = [layer.parameter for layer in context.layers]
+        by_neuron = {layer.name: forms.values[layer.parameter] for layer in context.layers}
+        by_layer = {name: float(values.sum()) for name, values in by_neuron.items()}
+        return self.measurement(
+            value=sum(by_layer.values()),
+            **forms.certainty(dict.fromkeys(parameters, 1.0)),
+            by_layer=by_layer,
+            by_neuron=by_neuron,
+            details={"neurons": "input units" if self.side == "columns" else "output units"},
+        )
 
 
 @final
@@ -49,28 +183,28 @@ class RelativeFlatness(Measure):
         return frozenset({self._kind})
 
     def compute(self, context: Context) -> Measurement:
-        chosen = self._chosen(context)
-        found = context.quantity(self._kind)
+        layer = self._layer(context)
+        flatness = context.quantity(self._kind)
         factor = {x.parameter: x.norm_squared if self.simplified else 1.0 for x in context.layers}
         by_layer = {
-            layer.name: factor[layer.parameter] * float(found.values[layer.parameter])
-            for layer in context.layers
+            x.name: factor[x.parameter] * float(flatness.values[x.parameter])
+            for x in context.layers
         }
         return self.measurement(
-            value=by_layer[chosen.name],
-            **found.certainty({chosen.parameter: factor[chosen.parameter]}),
+            value=by_layer[layer.name],
+            **flatness.certainty({layer.parameter: factor[layer.parameter]}),
             by_layer=by_layer,
             invariant_to=self.invariant_to | ({"neuron"} if self.normalize_features else set()),
-            details={"layer": chosen.name},
-            notes=(f"of layer {chosen.name!r}", *self._estimates(context, found, chosen)),
+            details={"layer": layer.name},
+            notes=(f"of layer {layer.name!r}", *self._estimates(context, flatness, layer)),
         )
 
-    def _estimates(self, context: Context, found: Quantity, chosen: Layer) -> list[str]:
+    def _estimates(self, context: Context, flatness: Quantity, layer: Layer) -> list[str]:
         """A note on the other layers, whose values may be estimates where this one is exact."""
-        names = [x.name for x in context.layers if x != chosen and x.parameter in found.draws]
+        names = [x.name for x in context.layers if x != layer and x.parameter in flatness.draws]
         return [f"by_layer holds estimates for {', '.join(names)}"] if names else []
 
-    def _chosen(self, context: Context) -> Layer:
+    def _layer(self, context: Context) -> Layer:
         layers = {layer.name: layer for layer in context.layers}
         if self.layer is not None:
             if self.layer not in layers:
@@ -85,3 +219,8 @@ class RelativeFlatness(Measure):
                 "The model has no Linear layer. Name another with RelativeFlatness(layer=…)."
             )
         return max(linear, key=lambda layer: layer.position)
+
+
+def _column_norms(layer: Layer) -> Tensor:
+    """‖w(j)‖² of every input unit's column, in float64; on the CPU, where quantities are."""
+    return layer.matrix.columns(layer.weight.double().square()).cpu()

@@ -1,6 +1,7 @@
 """Results as tables and files; nothing here computes a measure."""
 
-from saltflat.report.comparison import Comparison
-from saltflat.report.report import Provenance, Report, invariance
+from saltflat.report import store
+from saltflat.report.provenance import Provenance, provenance
+from saltflat.report.report import Comparison, Report, invariance
 
-__all__ = ["Comparison", "Provenance", "Report", "invariance"]
+__all__ = ["Comparison", "Provenance", "Report", "invariance", "provenance", "store"]

@@ -1,48 +1,25 @@
-"""Report: the measures of one model, and where they came from."""
+"""Report: the measures of one model. Comparison: several reports side by side."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final, get_args
 
 from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, MissingDependency, nearest
-from saltflat.measurement import Measurement
+from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.printing import plain_text
 from saltflat.report import store
+from saltflat.report.provenance import Provenance
 
 if TYPE_CHECKING:
     import pandas
-
-
-@final
-@dataclass(frozen=True)
-class Provenance:
-    """What was measured, on what, how, and with what."""
-
-    model: str
-    model_hash: str
-    parameters: int
-    frozen: tuple[str, ...]
-    samples: int
-    batches: int
-    batch_size: int
-    data_hash: str
-    loss: str
-    curvature: str
-    dtype: str
-    device: str
-    seed: int
-    certified_samples: int
-    certified: bool
-    versions: Mapping[str, str]
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    created: str = ""
 
 
 @final
@@ -126,10 +103,8 @@ class Report(Mapping[str, Measurement]):
         ]
         return pandas.DataFrame(rows).set_index("measure")
 
-    def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Any:
+    def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Comparison:
         """The two side by side, and whether that is meaningful."""
-        from saltflat.report.comparison import Comparison
-
         return Comparison({names[0]: self, names[1]: other})
 
     def layers(self) -> Table:
@@ -147,11 +122,7 @@ class Report(Mapping[str, Measurement]):
 
     def neurons(self, layer: str) -> Table:
         """The values by neuron of one layer, a column a measure."""
-        columns = {
-            f"{m.name}, {_units(m)} units": m.by_neuron[layer]
-            for m in self.values()
-            if layer in m.by_neuron
-        }
+        columns = {_heading(m): m.by_neuron[layer] for m in self.values() if layer in m.by_neuron}
         if not columns:
             known = {name: None for m in self.values() for name in m.by_neuron}
             raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
@@ -191,17 +162,90 @@ class Report(Mapping[str, Measurement]):
     __repr__ = __str__
 
 
+# What must be equal for numbers to be comparable, and how to say that it is not.
+_SAME = {
+    "data_hash": "the data differ",
+    "samples": "the number of samples differs",
+    "loss": "the loss differs",
+    "curvature": "the curvature differs",
+}
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Comparison(Mapping[str, Report]):
+    """Reports by name. `problems` says why their numbers cannot be compared, if so."""
+
+    reports: Mapping[str, Report]
+
+    def __post_init__(self) -> None:
+        if not self.reports:
+            raise InvalidValue("There is nothing to compare: no reports were given.")
+
+    def __getitem__(self, name: str) -> Report:
+        return self.reports[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reports)
+
+    def __len__(self) -> int:
+        return len(self.reports)
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        lines = []
+        for key, text in _SAME.items():
+            values = {name: getattr(r.provenance, key) for name, r in self.items()}
+            if len(set(values.values())) > 1:
+                shown = ", ".join(f"{name}: {value}" for name, value in values.items())
+                lines.append(f"{text} ({shown})")
+        for name in self.measures:
+            settings = {n: repr(dict(r[name].settings)) for n, r in self.items() if name in r}
+            if len(set(settings.values())) > 1:
+                lines.append(f"the settings of {name} differ")
+        return tuple(lines)
+
+    @property
+    def measures(self) -> list[str]:
+        """Names of the measures that any report has."""
+        return list(dict.fromkeys(name for report in self.values() for name in report))
+
+    def __rich__(self) -> Table:
+        table = Table(caption_justify="left")
+        table.add_column("measure", no_wrap=True)
+        for name in self:
+            table.add_column(escape(name), justify="right", no_wrap=True)
+        table.add_column("invariant to")
+        for measure in self.measures:
+            cells = []
+            for report in self.values():
+                m = report.measurements.get(measure)
+                error = f" ± {m.stderr:.2g}" if m is not None and m.stderr else ""
+                cells.append("–" if m is None else f"{m.value:.5g}{error}")
+            one = next(r[measure] for r in self.values() if measure in r)
+            table.add_row(measure, *cells, invariance(one))
+        if self.problems:
+            lines = "\n".join(f"  {problem}" for problem in self.problems)
+            table.caption = escape(f"Not comparable:\n{lines}")
+        return table
+
+    def __str__(self) -> str:
+        wide = 60 + sum(max(14, len(name) + 3) for name in self)
+        return plain_text(self, width=max(120, wide))
+
+    __repr__ = __str__
+
+
 def invariance(m: Measurement) -> str:
     """`every rescaling`, `layer, neuron`, or `nothing`."""
-    if len(m.invariant_to) == 4:
+    if m.invariant_to == EVERY_RESCALING:
         return "every rescaling"
-    order = ("layer", "neuron", "batchnorm", "attention")
-    return ", ".join(kind for kind in order if kind in m.invariant_to) or "nothing"
+    return ", ".join(kind for kind in get_args(Symmetry) if kind in m.invariant_to) or "nothing"
 
 
-def _units(m: Measurement) -> str:
-    """Whose values those by neuron are."""
-    return "output" if m.settings.get("side") == "rows" else "input"
+def _heading(m: Measurement) -> str:
+    """The measure, and which units its neurons are where it says so."""
+    return f"{m.name}, {m.details['neurons']}" if "neurons" in m.details else m.name
 
 
 def _settings(m: Measurement) -> str:

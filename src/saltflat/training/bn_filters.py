@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from saltflat.errors import InvalidValue, nearest
-from saltflat.measures.batchnorm import Feeds
+from saltflat.landscape import Feeds, Partition
 from saltflat.risk import unwrap
 from saltflat.symmetries import Group, symmetries
 from saltflat.training.perturbing import Listener
@@ -26,7 +26,7 @@ _LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Filters:
+class Filters(Partition):
     """The weight `name` whose slices along `axis` are filters that feed BatchNorm.
 
     how : what told so, "forward pass" or "scale inference"; "named" if the user did.
@@ -41,11 +41,16 @@ class Filters:
     def count(self) -> int:
         return self.parameter.shape[self.axis]
 
-    def norms(self, tensor: Tensor) -> Tensor:
-        """‖t_i‖ of every filter, in a shape that broadcasts against the weight."""
-        dims = [d for d in range(tensor.ndim) if d != self.axis]
-        result: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
+    def sums(self, entries: Tensor) -> Tensor:
+        return entries.sum(dim=self._others(entries), keepdim=True)
+
+    def norms(self, entries: Tensor) -> Tensor:
+        dims = self._others(entries)
+        result: Tensor = torch.linalg.vector_norm(entries, dim=dims, keepdim=True)
         return result
+
+    def _others(self, entries: Tensor) -> list[int]:
+        return [d for d in range(entries.ndim) if d != self.axis]
 
 
 @final

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat.checks import check_number
 from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.landscape import Spheres, at_least_tiny
 from saltflat.training.bn_filters import Filters, FilterSearch, named_filters, scale_free
-from saltflat.training.bn_spheres import Spheres, along, at_least_tiny, slope
-from saltflat.training.checks import check_number
 from saltflat.training.perturbing import Closure, PerturbedOptimizer, Walk
-from saltflat.training.vectors import Vector, copies, put, scale, total_norm
+from saltflat.vectors import Vector, copies, put, scale, total_norm
 
 _OWN = (
     "delta",
@@ -163,7 +163,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
         parameters = [q for q, _, _ in found]
         gradient, kept = copies([g for _, g, _ in found]), copies(parameters)
         spheres = Spheres(kept, self._by_parameter(parameters))
-        units = spheres.units(gradient)
+        units: Vector = spheres.units(gradient)
         try:
             for _ in range(self.ascent_steps):
                 both = yield from self._pair(spheres, units, parameters, (self.p + 1), "ascent")
@@ -205,7 +205,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
     def _ascend(self, spheres: Spheres, units: Vector, gradient: Vector, both: Vector) -> Vector:
         """One step up ∇_u S^p = (p/(p+1)) s^{p−1} ‖θ_i‖ [∇L(θ+cδv) + ∇L(θ−cδv)] (eq. 16)."""
         radii = spheres.radii
-        s = slope(gradient, radii, units)
+        s = spheres.slope(gradient, units)
         rate = self.ascent_rate * self.p / (self.p + 1) * s ** (self.p - 1)
         uphill = [rate.to(r.device) * r * t for r, t in zip(radii, both, strict=True)]
         return spheres.units(torch._foreach_add(units, spheres.tangent(uphill, units)))
@@ -215,14 +215,14 @@ class BNSharpnessSGD(PerturbedOptimizer):
     ) -> Vector:
         """∇S^p with the unit directions held fixed."""
         radii = spheres.radii
-        factor = slope(gradient, radii, units) ** (self.p - 1)
+        factor = spheres.slope(gradient, units) ** (self.p - 1)
         result = []
         for theta, r, u, g, d, f in zip(
             spheres.parameters, radii, units, gradient, difference, spheres.filters, strict=True
         ):
             term = d / self.delta
             if f is not None:
-                radial = 2 * self.p / (self.p + 1) * along(f, g * u)
+                radial = 2 * self.p / (self.p + 1) * f.sums(g * u)
                 term += radial * theta / at_least_tiny(r)
             result.append(factor.to(term) * term)
         return result

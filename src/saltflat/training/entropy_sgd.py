@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from saltflat.checks import check_number
 from saltflat.errors import InvalidValue
-from saltflat.training.checks import check_number
 from saltflat.training.perturbing import FrozenStatistics
-from saltflat.training.vectors import copies, put
+from saltflat.vectors import copies, put
 
 
 @final

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map_only
 
+from saltflat.checks import check_number
 from saltflat.errors import (
     DataError,
     InvalidType,
@@ -27,11 +28,10 @@ from saltflat.errors import (
     nearest,
 )
 from saltflat.losses import LossLike
+from saltflat.measure import Lenient, chosen_measures, measure
 from saltflat.measurement import Measurement
 from saltflat.measures.base import Measure
-from saltflat.measures.planner import Lenient, chosen_measures, measure
 from saltflat.risk import Output, Risk, Unpack
-from saltflat.training.checks import check_number
 
 CHEAP = ("hessian_trace", "minimum_sharpness")  # both from one trace
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.session import RandomState
-from saltflat.training.vectors import copies
+from saltflat.vectors import copies
 
 Closure = Callable[[], Any]
 Walk = Generator[str, None, None]

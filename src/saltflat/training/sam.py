@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from saltflat.checks import check_number
 from saltflat.errors import InvalidType, InvalidValue
-from saltflat.training.checks import check_number
 from saltflat.training.perturbing import Closure, PerturbedOptimizer, Walk, check_base
-from saltflat.training.vectors import copies, put, scale, total_norm
+from saltflat.vectors import copies, put, scale, total_norm
 
 
 @final

@@ -19,16 +19,16 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
+from saltflat.checks import check_number
 from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.estimators import Hutchinson, Quantity
 from saltflat.curvature.settings import Settings
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
+from saltflat.measures import balance_layer
 from saltflat.measures.base import Context
-from saltflat.measures.normalized_sharpness import balance_layer
 from saltflat.risk import Risk, unwrap
 from saltflat.symmetries import Group, Least, NegativeCurvature, least_trace
-from saltflat.training.checks import check_number
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
 

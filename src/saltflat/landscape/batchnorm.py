@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from saltflat.curvature.curvature import Layer
 from saltflat.errors import DataError
-from saltflat.risk import Risk
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
@@ -54,10 +52,10 @@ def batch_mode(model: nn.Module) -> Iterator[None]:
 
     For the backward pass: checkpointing runs the model again there, unseen by a function mode.
     """
-    found = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    before = [(m, m.training, m.track_running_stats) for m in found]
+    modules = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [(m, m.training, m.track_running_stats) for m in modules]
     try:
-        for m in found:
+        for m in modules:
             m.training, m.track_running_stats = True, False
         yield
     finally:
@@ -227,14 +225,3 @@ class Feeds(TorchFunctionMode):
                 numbers = self.weights[id(leaf)]
                 self.elsewhere[numbers.start : numbers.stop] = True
         self.elsewhere[0] = False
-
-
-def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
-    few = next(risk.batches()).part(0, 2)
-    units = {layer.parameter: layer.matrix.rows(layer.weight).numel() for layer in layers}
-    feeds = Feeds(units, risk.parameters)
-    with feeds:  # gradients on: without them some modules take a path that cannot be watched
-        outputs = risk.forward(few)
-    feeds.use(outputs)
-    return feeds.units()

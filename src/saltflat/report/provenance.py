@@ -5,33 +5,57 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import scipy
 import torch
 from torch import nn
 
-from saltflat.curvature.curvature import Curvature
 from saltflat.losses import JointLoss, Loss
-from saltflat.report import Provenance
+from saltflat.result import Certificate
 from saltflat.risk import Risk
 from saltflat.session import dense_parts
 from saltflat.version import __version__
 
 
+@final
+@dataclass(frozen=True)
+class Provenance:
+    """What was measured, on what, how, and with what."""
+
+    model: str
+    model_hash: str
+    parameters: int
+    frozen: tuple[str, ...]
+    samples: int
+    batches: int
+    batch_size: int
+    data_hash: str
+    loss: str
+    curvature: str
+    dtype: str
+    device: str
+    seed: int
+    certified_samples: int
+    certified: bool
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    created: str = ""
+
+
 def provenance(
-    risk: Risk, engine: Curvature, seed: int, seconds: Mapping[str, float]
+    risk: Risk, certificate: Certificate, curvature: str, seed: int, seconds: Mapping[str, float]
 ) -> Provenance:
+    """Of what was measured just now, inside the session of the risk."""
     seen = risk.watched.first
     if seen is None:  # no measure needed a whole pass
         for _ in risk.batches():
             pass
         seen = risk.watched.first
     assert seen is not None
-    assert engine.first.certificate is not None
-    certificate = engine.first.certificate
     like = next(iter(risk.parameters.values()))
     return Provenance(
         model=type(risk.model).__name__,
@@ -43,7 +67,7 @@ def provenance(
         batch_size=seen.largest,
         data_hash=f"{seen.checksum:016x}",
         loss=describe(risk.loss),
-        curvature=engine.matrix,
+        curvature=curvature,
         dtype=str(like.dtype).removeprefix("torch."),
         device=str(risk.device),
         seed=seed,

@@ -10,9 +10,10 @@ from typing import Any, cast, final
 import torch
 from torch import nn
 
+from saltflat.checks import check_seed
 from saltflat.curvature.api import checked_settings
 from saltflat.curvature.curvature import Curvature
-from saltflat.curvature.estimators import Hutchinson, Quantity
+from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.loss_hessian import derivatives_explained
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.settings import Certify
@@ -27,11 +28,9 @@ from saltflat.errors import (
 )
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures import MEASURES
-from saltflat.measures.base import Context, Measure, NotApplicable
-from saltflat.measures.provenance import provenance
-from saltflat.report import Comparison, Report
-from saltflat.report.progress import Callback, reporting
+from saltflat.measures import MEASURES, Context, Measure, NotApplicable, Quantity
+from saltflat.printing import Callback, reporting
+from saltflat.report import Comparison, Report, provenance
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.watch import ChangedData
 
@@ -79,31 +78,41 @@ def measure(
     risk.watched.on = True
     engine = Curvature(risk, curvature, strategy, settings, seed)
     lenient = measures is None or isinstance(measures, Lenient)
+    with reporting(progress) as step, risk.session(), derivatives_explained():
+        report = _measured(chosen, engine, lenient, step)
+    for warning in engine.warnings:
+        warnings.warn(warning, stacklevel=2)
+    return report
+
+
+def _measured(
+    measures: Sequence[Measure], engine: Curvature, lenient: bool, step: Callback
+) -> Report:
+    """The measures one after the other, inside the session of the engine's risk."""
+    risk, count = engine.risk, len(measures) + 1
     seconds: dict[str, float] = {}
     done: dict[str, Measurement] = {}
     skipped: dict[str, str] = {}
-    with reporting(progress) as step, risk.session(), derivatives_explained():
-        step("curvature", 0, len(chosen) + 1)
+    step("curvature", 0, count)
+    start = perf_counter()
+    kinds = frozenset[Kind]().union(*(kinds_of(m) for m in measures))
+    quantities, failure = shared_quantities(engine, kinds, lenient)
+    context = Context(risk, engine.layers(), quantities, engine.seed, engine)
+    seconds["curvature"] = perf_counter() - start
+    for index, each in enumerate(measures):
+        step(each.name, index + 1, count)
         start = perf_counter()
-        kinds = frozenset[Kind]().union(*(kinds_of(m) for m in chosen))
-        quantities, failure = shared_quantities(engine, kinds, lenient)
-        context = Context(risk, engine.layers(), quantities, seed, engine)
-        seconds["curvature"] = perf_counter() - start
-        for index, each in enumerate(chosen):
-            step(each.name, index + 1, len(chosen) + 1)
-            start = perf_counter()
-            found = attempt(each, context) if lenient else compute_one(each, context)
-            if isinstance(found, Measurement):
-                done[each.name] = found
-            else:
-                skipped[each.name] = found
-            seconds[each.name] = perf_counter() - start
-        if failure is not None and not done:
-            raise failure
-        step("done", len(chosen) + 1, len(chosen) + 1)
-        source = provenance(risk, engine, seed, seconds)
-    for warning in engine.warnings:
-        warnings.warn(warning, stacklevel=2)
+        result = attempt(each, context) if lenient else compute_one(each, context)
+        if isinstance(result, Measurement):
+            done[each.name] = result
+        else:
+            skipped[each.name] = result
+        seconds[each.name] = perf_counter() - start
+    if failure is not None and not done:
+        raise failure
+    step("done", count, count)
+    assert engine.first.certificate is not None
+    source = provenance(risk, engine.first.certificate, engine.matrix, engine.seed, seconds)
     return Report(done, skipped, source, (*_notes(risk), *engine.first.notes))
 
 
@@ -152,7 +161,7 @@ def shared_quantities(
 
 def compute_one(measure: Measure, context: Context) -> Measurement:
     """The measure of the model in `context`, or `NotApplicable`."""
-    if not context.layers and not measure.name.startswith("hessian_"):
+    if not context.layers and measure.needs_layers:
         raise NotApplicable("The model has no weight matrix among its measured parameters.")
     with derivatives_explained():
         return measure.compute(context)
@@ -200,8 +209,7 @@ def _wrong(each: object) -> str:
 
 def estimator_of(estimator: Hutchinson | None, seed: int) -> Hutchinson:
     """The strategy for what is estimated."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InvalidType(f"seed must be an integer. Got {seed!r}.")
+    check_seed(seed)
     if estimator is None:
         return Hutchinson(seed=seed)
     if not isinstance(estimator, Hutchinson):

@@ -16,14 +16,27 @@ from saltflat.curvature.plan import Company
 from saltflat.curvature.recorder import Safe
 from saltflat.curvature.settings import Settings
 from saltflat.errors import DataError
+from saltflat.landscape.batchnorm import BatchStatistics, batch_mode
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
-from saltflat.measures.batchnorm import BatchStatistics, batch_mode
-from saltflat.memory import out_of_memory
+from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
 
 Vector = Mapping[str, Tensor]
 Gradient = dict[str, Tensor]
+
+
+@contextmanager
+def shifted(parameters: Vector, v: Vector) -> Iterator[None]:
+    """The parameters that v names are at θ + v, and back where they were afterwards."""
+    before = {name: parameters[name].data for name in v}
+    try:
+        for name, data in before.items():
+            parameters[name].data = (data.double() + v[name].to(data.device)).to(data.dtype)
+        yield
+    finally:
+        for name, data in before.items():
+            parameters[name].data = data
 
 
 class Surface(ABC):
@@ -59,19 +72,24 @@ class Surface(ABC):
     def _gradient(self, sums: Gradient) -> float:
         """The same, and its gradient added to `sums`."""
 
+    def mean_growth(self, draw: Callable[[], Vector], draws: int) -> tuple[float, float, float]:
+        """L(θ), the mean of L(θ + v) − L(θ) over so many draws of v, and its standard error.
+
+        Each draw is a pair ±v: what is odd in v has mean zero and drops out.
+        """
+        loss, growths = self.value(), []
+        for _ in range(draws):
+            v = draw()
+            pair = self.value(v) + self.value({name: -x for name, x in v.items()})
+            growths.append(pair / 2 - loss)
+        values = torch.tensor(growths, dtype=torch.float64)
+        return loss, float(values.mean()), float(values.std() / draws**0.5)
+
     @contextmanager
     def _at(self, v: Vector) -> Iterator[None]:
-        kept = {name: self.parameters[name].data for name in v}
         self.evaluations += 1
-        try:
-            for name, data in kept.items():
-                moved = data.double() + v[name].to(data.device)
-                self.parameters[name].data = moved.to(data.dtype)
-            with full_precision(self.risk.device):
-                yield
-        finally:
-            for name, data in kept.items():
-                self.parameters[name].data = data
+        with shifted(self.parameters, v), full_precision(self.risk.device):
+            yield
 
     def _forward(self, batch: Batch) -> Tensor:
         with Safe():
@@ -92,10 +110,10 @@ class Surface(ABC):
     def _add(self, sums: Gradient, of: Tensor, cotangent: Tensor | None = None) -> None:
         if not of.requires_grad:
             return
-        found = torch.autograd.grad(
+        parts = torch.autograd.grad(
             of, list(self.parameters.values()), cotangent, allow_unused=True
         )
-        for total, part in zip(sums.values(), found, strict=True):
+        for total, part in zip(sums.values(), parts, strict=True):
             if part is not None:
                 total += part
 
@@ -132,16 +150,16 @@ class Landscape(Surface):
         return self._halving(attempt)
 
     def _halving(self, attempt: Callable[[], float]) -> float:
-        while True:
+        def portions(size: int) -> float:
+            self.chunk = size
+            return attempt()
+
+        if not self.coupled:
             try:
-                return attempt()
+                return halving(portions, self.chunk)
             except _InCompany:
                 self.coupled = True
-                continue
-            except RuntimeError as error:
-                if not out_of_memory(error) or self.chunk == 1 or self.coupled:
-                    raise
-            self.chunk //= 2
+        return attempt()
 
     def _forward(self, batch: Batch) -> Tensor:
         outputs = super()._forward(batch)

@@ -1,0 +1,37 @@
+"""The loss around a model's parameters: its surface, and the largest growth in a region of it."""
+
+from saltflat.landscape.batchnorm import BatchStatistics, Feeds, batch_mode
+from saltflat.landscape.neighbourhoods import (
+    Ball,
+    Neighbourhood,
+    Point,
+    Region,
+    ascend,
+    check_draws,
+    check_search,
+    gaussian,
+    near_rounding,
+)
+from saltflat.landscape.spheres import Partition, Spheres, at_least_tiny
+from saltflat.landscape.surfaces import BatchLandscape, Landscape, shifted
+
+__all__ = [
+    "Ball",
+    "BatchLandscape",
+    "BatchStatistics",
+    "Feeds",
+    "Landscape",
+    "Neighbourhood",
+    "Partition",
+    "Point",
+    "Region",
+    "Spheres",
+    "ascend",
+    "at_least_tiny",
+    "batch_mode",
+    "check_draws",
+    "check_search",
+    "gaussian",
+    "near_rounding",
+    "shifted",
+]

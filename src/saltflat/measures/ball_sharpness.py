@@ -1,0 +1,123 @@
+"""Sharpness in a ball around the weights: the largest growth of the loss there, searched for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar, final
+
+from saltflat.errors import InvalidValue
+from saltflat.landscape import Ball, Neighbourhood, check_search
+from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
+from saltflat.measures.base import Context, Measure, Need, NotApplicable
+
+
+@final
+@dataclass(frozen=True)
+class DeltaSharpness(Measure):
+    """max over ‖v‖₂ ≤ δ of (L(θ+v) − L(θ)) / (1 + L(θ)), v over the weight matrices.
+
+    Keskar et al. 2017, as in Yi et al. 2019, eq. 1, for a loss that is not negative. The maximum is
+    searched for by projected gradient ascent: `steps` gradients from each of 1 + `restarts` starts.
+    """
+
+    name: ClassVar[str] = "delta_sharpness"
+    title: ClassVar[str] = "max_{‖v‖≤δ} (L(θ+v) − L(θ)) / (1 + L(θ))"
+    paper: ClassVar[str] = "Keskar et al. 2017"
+    equation: ClassVar[str] = "(1) of Yi et al. 2019"
+    needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    searched: ClassVar[bool] = True
+
+    delta: float = 1e-3
+    steps: int = 10
+    restarts: int = 1
+
+    def __post_init__(self) -> None:
+        check_search(self.delta, "delta", self.steps, self.restarts)
+
+    def compute(self, context: Context) -> Measurement:
+        growth = _around(context, Ball(self.delta)).worst(self.steps, self.restarts)
+        loss = growth["details"]["loss"]
+        if loss < 0:
+            raise NotApplicable(
+                "delta_sharpness divides by 1 + loss and needs a loss that is not negative. Got "
+                f"{loss:.3g}; use sam_sharpness."
+            )
+        return self.measurement(**growth | {"value": growth["value"] / (1 + loss)})
+
+
+@final
+@dataclass(frozen=True)
+class SamSharpness(Measure):
+    """max over ‖v‖₂ ≤ ρ of L(θ+v) − L(θ), v over the weight matrices (Foret et al. 2021, eq. 1).
+
+    The maximum is searched for by projected gradient ascent: `steps` gradients from SAM's own point
+    ρ g/‖g‖ and from each of `restarts` random ones. With `average`, the mean over v normal with
+    E‖v‖² = ρ² instead, from `draws` pairs ±v.
+    """
+
+    name: ClassVar[str] = "sam_sharpness"
+    title: ClassVar[str] = "max_{‖v‖≤ρ} L(θ+v) − L(θ)"
+    paper: ClassVar[str] = "Foret et al. 2021"
+    equation: ClassVar[str] = "section 2"
+    needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    searched: ClassVar[bool] = True
+
+    rho: float = 0.05
+    steps: int = 10
+    restarts: int = 1
+    average: bool = False
+    draws: int = 32
+
+    def __post_init__(self) -> None:
+        check_search(self.rho, "rho", self.steps, self.restarts, self.draws)
+
+    def compute(self, context: Context) -> Measurement:
+        around = _around(context, Ball(self.rho))
+        if self.average:
+            return self.measurement(**around.average(self.draws))
+        return self.measurement(**around.worst(self.steps, self.restarts))
+
+
+@final
+@dataclass(frozen=True)
+class AdaptiveSharpness(Measure):
+    """max over ‖u‖_p ≤ ρ of L(θ + |w|∘u) − L(θ), w the weight matrices, p = 2 or ∞.
+
+    Kwon et al. 2021, definition 1 with the element-wise normalisation |w|. A rescaling of weights
+    rescales |w|∘u with them, so the value does not depend on any. Searched for as `SamSharpness`;
+    with `average`, the mean over u normal with E‖u‖² = ρ² (p = 2) or uniform in [−ρ, ρ] (p = ∞).
+    """
+
+    name: ClassVar[str] = "adaptive_sharpness"
+    title: ClassVar[str] = "max_{‖u‖≤ρ} L(θ + |w|∘u) − L(θ)"
+    paper: ClassVar[str] = "Kwon et al. 2021"
+    equation: ClassVar[str] = "definition 1"
+    needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
+    invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
+    searched: ClassVar[bool] = True
+
+    rho: float = 0.5
+    p: float = 2.0
+    steps: int = 10
+    restarts: int = 1
+    average: bool = False
+    draws: int = 32
+
+    def __post_init__(self) -> None:
+        check_search(self.rho, "rho", self.steps, self.restarts, self.draws)
+        if self.p not in (2.0, inf):
+            raise InvalidValue(f"p must be 2 or math.inf. Got {self.p!r}.")
+
+    def compute(self, context: Context) -> Measurement:
+        around = _around(context, Ball(self.rho, self.p), adaptive=True)
+        if self.average:
+            return self.measurement(**around.average(self.draws))
+        return self.measurement(**around.worst(self.steps, self.restarts))
+
+
+def _around(context: Context, ball: Ball, *, adaptive: bool = False) -> Neighbourhood:
+    """Only weight matrices move: biases and normalisation parameters do not."""
+    return Neighbourhood(context.landscape(), ball, seed=context.seed, adaptive=adaptive)
