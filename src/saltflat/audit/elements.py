@@ -64,13 +64,13 @@ class Trial:
 
 def families(group: Group) -> list[Family]:
     """The kinds of rescaling that the model has."""
-    found = [_layers(group)]
+    kinds = [_layers(group)]
     for kind in KINDS[1:]:
         part = group.only(kind)
         names = tuple(g.name for g in part)
         places = tuple(g.label for g in part)
-        found.append(Family(kind, part, identity(len(part), format="csr"), names, places))
-    return [family for family in found if len(family)]
+        kinds.append(Family(kind, part, identity(len(part), format="csr"), names, places))
+    return [family for family in kinds if len(family)]
 
 
 def _layers(group: Group) -> Family:
@@ -105,19 +105,19 @@ def trials(
     widest = max(spreads)
     generator = torch.Generator().manual_seed(seed)
     draws = 2 * torch.rand(elements, len(family), generator=generator, dtype=torch.float64) - 1
-    found = []
+    plan = []
     for i, draw in enumerate(draws):
         for spread in spreads if i == 0 else [widest]:
             element = family.element(draw * math.log(spread))
-            found.append(Trial(family.kind, f"random {i + 1}", spread, element, along=i == 0))
+            plan.append(Trial(family.kind, f"random {i + 1}", spread, element, along=i == 0))
     unit, place = family.heaviest(model)
     one = torch.zeros(len(family), dtype=torch.float64)
     one[unit] = 1.0
-    found += _both_ways(family, family.names[unit], one, widest)
+    plan += _both_ways(family, family.names[unit], one, widest)
     together = torch.tensor([p == place for p in family.places], dtype=torch.float64)
     if together.sum() > 1:
-        found += _both_ways(family, f"all of {place}", together, widest)
-    return found
+        plan += _both_ways(family, f"all of {place}", together, widest)
+    return plan
 
 
 def _both_ways(family: Family, name: str, direction: Tensor, spread: float) -> list[Trial]:

@@ -67,10 +67,10 @@ class Panel:
 
     def read(self, model: nn.Module) -> dict[str, Reading | str]:
         """Every measure's value on a float64 model, or the reason why it has none."""
-        found: dict[str, Reading | str] = self._measured(model) if self.measures else {}
+        readings: dict[str, Reading | str] = self._measured(model) if self.measures else {}
         for name, function in self.functions.items():
-            found[name] = self._called(name, function, model)
-        return found
+            readings[name] = self._called(name, function, model)
+        return readings
 
     def _measured(self, model: nn.Module) -> dict[str, Reading | str]:
         risk = Risk(
@@ -82,7 +82,7 @@ class Panel:
             output=self.output,
         )
         engine = Curvature(risk, self.curvature, self.estimator, self.settings, self.seed)
-        found: dict[str, Reading | str] = {}
+        readings: dict[str, Reading | str] = {}
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kinds = frozenset[Quantity]().union(*(kinds_of(m) for m in self.measures))
@@ -91,9 +91,11 @@ class Panel:
             context = Context(risk, engine.layers(), quantities, self.seed, engine, self.group)
             for measure in self.measures:
                 reading = attempt(measure, context)
-                found[measure.name] = reading if isinstance(reading, str) else Reading.of(reading)
+                readings[measure.name] = (
+                    reading if isinstance(reading, str) else Reading.of(reading)
+                )
         self.warnings += [w for w in engine.warnings if w not in self.warnings]
-        return found
+        return readings
 
     def _called(self, name: str, function: Function, model: nn.Module) -> Reading:
         lent = duplicate(model).eval()

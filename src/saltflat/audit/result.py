@@ -197,8 +197,8 @@ class Audited(Mapping[str, Drift]):
         parts += [f"undecided: {unknown}"] if unknown else []
         return "; ".join(parts) or "invariant"
 
-    def _kinds(self, chosen: Any) -> str:
-        return ", ".join(kind for kind, d in self.items() if chosen(d))
+    def _kinds(self, condition: Any) -> str:
+        return ", ".join(kind for kind, d in self.items() if condition(d))
 
     @property
     def promise(self) -> str:

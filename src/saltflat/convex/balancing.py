@@ -115,10 +115,10 @@ class _Sum:
 
     def factors(self, first: Floats, second: Floats) -> Floats:
         """sqrt(second / first), which makes them equal; 1 for a row or column without terms."""
-        found: Floats = np.sqrt(second) / np.sqrt(first)
+        ratios: Floats = np.sqrt(second) / np.sqrt(first)
         if self.blocks is None:
-            return found
-        return np.where((found > 0) & (found < np.inf), found, 1.0)
+            return ratios
+        return np.where((ratios > 0) & (ratios < np.inf), ratios, 1.0)
 
 
 def balance(h: Tensor, squares: Tensor) -> Balanced:
@@ -324,9 +324,9 @@ def _reach(down: Tensor, up: Tensor, start: int) -> tuple[Tensor, Tensor]:
     rows[start] = True
     fresh = rows
     while bool(fresh.any()):
-        found = down[fresh].any(0) & ~columns
-        columns = columns | found
-        fresh = up[:, found].any(1) & ~rows
+        front = down[fresh].any(0) & ~columns
+        columns = columns | front
+        fresh = up[:, front].any(1) & ~rows
         rows = rows | fresh
     return rows, columns
 

@@ -79,8 +79,12 @@ def minimise(masses: ArrayLike, exponents: Any) -> Minimum:
     degenerate = Degenerate(direction, alive[gone[like]]) if gone.any() else None
     if gone.all():
         return Minimum(0.0, np.zeros(c.shape[1]), 0.0, degenerate is None, degenerate, 0)
-    kept = Exponents(rows[~gone])
-    solved = descend(logs[~gone], kept) if kept.unknowns else certify(logs, kept, np.zeros(0), 0)
+    remaining = Exponents(rows[~gone])
+    solved = (
+        descend(logs[~gone], remaining)
+        if remaining.unknowns
+        else certify(logs, remaining, np.zeros(0), 0)
+    )
     value = float(np.exp(solved.log_value))
     return Minimum(
         value, solved.u, float(value * solved.gap), degenerate is None, degenerate, solved.steps

@@ -120,12 +120,12 @@ def certify(logs: Floats, c: Exponents, u: Floats, steps: int) -> Point:
     w = np.exp(t - log_value)
     noise = EPS * (float(w @ (np.abs(logs) + 2 * (c.sizes @ np.abs(u)))) + 8 + np.log2(len(w)))
     for least in _CUTS:
-        kept = w > least
-        rest = np.where(kept, w, 0.0)
+        heavy = w > least
+        rest = np.where(heavy, w, 0.0)
         decrement = _decrement(rest, c)
-        if 9 * decrement**2 < w[kept].min(initial=1.0):
-            gap = float(w[~kept].sum()) + 0.75 * decrement**2 + noise
-            return Point(u, log_value, min(gap, 1.0), bool(kept.all()), steps)
+        if 9 * decrement**2 < w[heavy].min(initial=1.0):
+            gap = float(w[~heavy].sum()) + 0.75 * decrement**2 + noise
+            return Point(u, log_value, min(gap, 1.0), bool(heavy.all()), steps)
     return Point(u, log_value, 1.0, False, steps)
 
 
@@ -153,8 +153,8 @@ class System:
         self._factors: tuple[Floats, Floats] | None = None
         if isinstance(gram, np.ndarray):
             values, vectors = np.linalg.eigh(gram)
-            kept = values > 8 * len(scale) * EPS * values.max(initial=0)
-            self._factors = values[kept], vectors[:, kept]
+            regular = values > 8 * len(scale) * EPS * values.max(initial=0)
+            self._factors = values[regular], vectors[:, regular]
 
     def solve(self, right: Floats, accuracy: float) -> Floats:
         """y; `accuracy` is the relative residual asked of conjugate gradients."""
@@ -215,10 +215,10 @@ class _Pairs:
         lengths = np.diff(rows.indptr)
         groups, places, products = [], [], []
         for length in range(2, lengths.max(initial=0) + 1):
-            chosen = np.flatnonzero(lengths == length)
+            members = np.flatnonzero(lengths == length)
             for first, second in combinations(range(length), 2):
-                i, j = rows.indptr[chosen] + first, rows.indptr[chosen] + second
-                groups.append(chosen)
+                i, j = rows.indptr[members] + first, rows.indptr[members] + second
+                groups.append(members)
                 places.append(rows.indices[i].astype(np.int64) * rows.shape[1] + rows.indices[j])
                 products.append(rows.data[i] * rows.data[j])
         empty = np.zeros(0, dtype=np.int64)

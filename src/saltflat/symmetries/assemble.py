@@ -50,15 +50,15 @@ class Basis:
 class Assembly:
     """The variables of a propagation as a sparse linear system."""
 
-    def __init__(self, found: Propagation) -> None:
-        self.found, self.scales = found, found.scales
+    def __init__(self, propagation: Propagation) -> None:
+        self.propagation, self.scales = propagation, propagation.scales
         terms, factors = self.scales.definitions()
         terms = self.scales.find(terms)
         relations = [(self.scales.find(ids), f) for ids, f in self.scales.relations]
         self.ids = {
-            **{n: self.scales.find(i) for n, i in found.parameters.items()},
-            **{n: self.scales.find(i) for n, i in found.means.items()},
-            **{n: self.scales.find(i) for n, i in found.deviations.items()},
+            **{n: self.scales.find(i) for n, i in propagation.parameters.items()},
+            **{n: self.scales.find(i) for n, i in propagation.means.items()},
+            **{n: self.scales.find(i) for n, i in propagation.deviations.items()},
         }
         self.soft = [(label, self.scales.find(i)) for label, i in self.scales.soft]
         self.bilinear = [self.scales.find(i).flatten() for i in self.scales.bilinear]
@@ -121,11 +121,11 @@ class Assembly:
         classes, members = self._classes()
         soft = [self.rows(i) for _, i in self.soft]
         solution = null_space(vstack([self.equations, *soft]).tocsr())
-        found = self.found
+        propagation = self.propagation
         return Basis(
-            classes={n: classes[n] for n in found.parameters},
-            means={n: classes[n] for n in found.means},
-            deviations={n: classes[n] for n in found.deviations},
+            classes={n: classes[n] for n in propagation.parameters},
+            means={n: classes[n] for n in propagation.means},
+            deviations={n: classes[n] for n in propagation.deviations},
             matrix=(self.rows(members) @ solution).tocsr(),
             units=[self._unit(v) for v in _first_rows(solution)],
             scales=solution,

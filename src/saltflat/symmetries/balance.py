@@ -71,16 +71,16 @@ class Least:
 def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
     """The parameters that every element multiplies by one number: a trace is all they need."""
     exponents = group.exponents()
-    found = set()
+    uniform = set()
     for name in names:
         classes = exponents.classes.get(name)
         if classes is None:
-            found.add(name)
+            uniform.add(name)
             continue
         rows = exponents.matrix[np.unique(classes.numpy())]
         if rows.shape[0] == 1 or abs(rows - rows[[0] * rows.shape[0]]).max() == 0:
-            found.add(name)
-    return found
+            uniform.add(name)
+    return uniform
 
 
 def least_trace(
@@ -181,9 +181,9 @@ class _Masses:
     def least(self, group: Group, negative: tuple[str, ...]) -> Least:
         noisy = np.hypot(self.masses, self.errors)
         positive = np.where(self.errors > 0, noisy, self.masses.clip(min=0))
-        found = minimise(positive, self.exponents.matrix)
-        powers = np.exp(-2 * (self.exponents.matrix @ found.point))
-        gone = _gone(found, len(positive))
+        minimum = minimise(positive, self.exponents.matrix)
+        powers = np.exp(-2 * (self.exponents.matrix @ minimum.point))
+        gone = _gone(minimum, len(positive))
         powers[gone] = 0.0
         slopes: dict[str, Tensor | float] = dict.fromkeys(self.fixed, 1.0)
         by_parameter, vanishing = dict(self.fixed), {}
@@ -197,9 +197,9 @@ class _Masses:
             slopes[name] = float(shaped[0]) if values.ndim == 0 else shaped.reshape(values.shape)
         exact = not self.errors.any()
         return Least(
-            (found.value if exact else float(powers @ self.masses)) + sum(self.fixed.values()),
-            found.gap,
-            group.element(torch.from_numpy(found.point)),
+            (minimum.value if exact else float(powers @ self.masses)) + sum(self.fixed.values()),
+            minimum.gap,
+            group.element(torch.from_numpy(minimum.point)),
             {name: by_parameter[name] for name in self.names},
             slopes,
             vanishing,
@@ -230,8 +230,8 @@ def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:
     return classes.reshape(-1).numpy(), values.reshape(-1).cpu().numpy()
 
 
-def _gone(found: Minimum, size: int) -> NDArray[np.bool_]:
+def _gone(minimum: Minimum, size: int) -> NDArray[np.bool_]:
     gone = np.zeros(size, dtype=bool)
-    if found.degenerate is not None:
-        gone[found.degenerate.groups] = True
+    if minimum.degenerate is not None:
+        gone[minimum.degenerate.groups] = True
     return gone

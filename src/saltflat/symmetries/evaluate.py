@@ -192,7 +192,7 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     An infinity that stays, or a NaN, is no change; NaN where no answer holds a finite number: then
     nothing was compared.
     """
-    found, compared = 0.0, not any(t.numel() for t in before)
+    largest, compared = 0.0, not any(t.numel() for t in before)
     for a, b in zip(before, after, strict=True):
         if a.shape != b.shape:
             return math.inf
@@ -204,10 +204,10 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
         a, b = a[finite], b[finite]
         if a.numel():
             moved = float((a - b).abs().max())
-            found = max(found, moved / (float(a.abs().max()) or 1.0))
+            largest = max(largest, moved / (float(a.abs().max()) or 1.0))
             if math.isnan(moved):
                 return math.inf
-    return found if compared else math.nan
+    return largest if compared else math.nan
 
 
 def _real(t: Tensor) -> Tensor:
@@ -410,8 +410,8 @@ class _Confirmation:
             value = point[name]
             signs = torch.randint(2, value.shape, generator=generator).to(value.device) * 2 - 1
             moved[name] = value * (1 + torch.finfo(value.dtype).eps * signs)
-        found = change(before, self.lent.answers({**point, **moved}))
-        return found if math.isfinite(found) else 0.0
+        drift = change(before, self.lent.answers({**point, **moved}))
+        return drift if math.isfinite(drift) else 0.0
 
     def _complaint(
         self, point: Mapping[str, Tensor], before: list[Tensor], drift: float, logs: Tensor
@@ -427,25 +427,25 @@ class _Confirmation:
 
     def _culprit(self, point: Mapping[str, Tensor], before: list[Tensor], logs: Tensor) -> str:
         """A generator that moves the outputs, by halves."""
-        chosen = torch.arange(len(logs))
-        while len(chosen) > 1:
-            half = chosen[: len(chosen) // 2]
+        suspects = torch.arange(len(logs))
+        while len(suspects) > 1:
+            half = suspects[: len(suspects) // 2]
             part = torch.zeros_like(logs)
             part[half] = logs[half]
             wrong = not self._drift(point, before, part) <= self._tolerance
-            chosen = half if wrong else chosen[len(half) :]
-        return self.group.generators[int(chosen[0])].name
+            suspects = half if wrong else suspects[len(half) :]
+        return self.group.generators[int(suspects[0])].name
 
 
 def _beside(start: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     """The parameters that hold zeros, with small numbers instead of these."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    moved = {}
     for name in sorted(names):
         value = start[name]
         zero = value == 0
         if bool(zero.any()):
             size = 0.1 * (float(value.double().square().mean().sqrt()) or 1.0)
             noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            found[name] = torch.where(zero, (size * noise).to(value), value)
-    return found
+            moved[name] = torch.where(zero, (size * noise).to(value), value)
+    return moved

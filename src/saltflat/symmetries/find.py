@@ -49,20 +49,20 @@ def symmetries(
     parameters : "all", or "trainable" to keep frozen parameters where they are.
     """
     inner, movable = _checked(model, parameters)
-    chosen = output or logits
-    tape = _trace(inner, example, chosen)
+    answer = output or logits
+    tape = _trace(inner, example, answer)
     named = dict(inner.named_parameters())
     movable -= _shared(tape, named)
-    found = Propagation(tape, movable)
-    used = found.used()
-    basis = Assembly(found).solve()
+    propagation = Propagation(tape, movable)
+    used = propagation.used()
+    basis = Assembly(propagation).solve()
     classes = {n: c for n, c in basis.classes.items() if n in used}
-    live = liveness(inner, example, chosen, classes, basis.matrix)
+    live = liveness(inner, example, answer, classes, basis.matrix)
     unseen = tuple(n for n in named if n in movable - used)
     dead = tuple(n for n in named if n in live.idle or (n in unseen and not tape.recorded))
-    uncopied = _uncopied(inner, example, chosen)
-    group = _group(inner, found, basis.restricted(live.classes), dead, uncopied)
-    notes = confirm(group, inner, example, chosen, steady=not tape.recorded)
+    uncopied = _uncopied(inner, example, answer)
+    group = _group(inner, propagation, basis.restricted(live.classes), dead, uncopied)
+    notes = confirm(group, inner, example, answer, steady=not tape.recorded)
     return replace(group, notes=(*_notes(tape, unseen), *notes))
 
 
@@ -141,7 +141,7 @@ def _notes(tape: Tape, unseen: tuple[str, ...]) -> tuple[str, ...]:
 
 def _group(
     model: nn.Module,
-    found: Propagation,
+    propagation: Propagation,
     basis: Basis,
     dead: tuple[str, ...],
     uncopied: str,
@@ -151,7 +151,7 @@ def _group(
     statistics = set()
     buffers = dict(model.named_buffers())
     for name, classes in basis.deviations.items():
-        eps, var = found.eps[name], buffers[name].detach().double().cpu()
+        eps, var = propagation.eps[name], buffers[name].detach().double().cpu()
         lowest = 0.5 * (eps / (var + eps)).log()
         for c, low in zip(classes.tolist(), lowest.tolist(), strict=True):
             floors[c] = max(low, floors.get(c, -math.inf))
@@ -164,17 +164,17 @@ def _group(
         kind: Kind = "batchnorm" if moves[i] else "attention" if bilinear[i] else "neuron"
         generators.append(Generator(_layer(label), unit, kind))
     exponents = Exponents(
-        basis.classes, basis.means, basis.deviations, found.eps, matrix, floors, uncopied
+        basis.classes, basis.means, basis.deviations, propagation.eps, matrix, floors, uncopied
     )
     return Group(
         tuple(generators),
         dead,
         tuple(f"{_layer(label)}[{unit}]" for label, unit in basis.approximate),
-        dict(found.pinning),
+        dict(propagation.pinning),
         exponents,
         basis.scales,
         basis.places,
-        [_layer(s.label) for s in found.scales.sites],
+        [_layer(s.label) for s in propagation.scales.sites],
     )
 
 

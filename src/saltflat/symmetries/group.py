@@ -96,11 +96,11 @@ class Group:
             raise InvalidValue(f"kind must be one of {', '.join(KINDS)}. Got {kind!r}.")
         if kind == "layer":
             return self._combined(uniform(self._scales, self._places))
-        chosen = np.flatnonzero([g.kind == kind for g in self.generators])
+        columns = np.flatnonzero([g.kind == kind for g in self.generators])
         return self._replaced(
-            tuple(self.generators[i] for i in chosen),
-            self._exponents.matrix[:, chosen],
-            self._scales[:, chosen],
+            tuple(self.generators[i] for i in columns),
+            self._exponents.matrix[:, columns],
+            self._scales[:, columns],
         )
 
     def _combined(self, combination: csr_matrix) -> Group:

@@ -119,9 +119,9 @@ class _Point:
         if not flowing:
             return {}
         total = torch.stack([(t * self._noise(t)).sum() for t in flowing]).sum()
-        chosen = [self.lent.parameters[name] for name in self.parameters]
+        leaves = [self.lent.parameters[name] for name in self.parameters]
         try:
-            grads = torch.autograd.grad(total, chosen, allow_unused=True)
+            grads = torch.autograd.grad(total, leaves, allow_unused=True)
         except RuntimeError:  # written in a way that has no derivative: all may have an effect
             return {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.parameters.items()}
         named = zip(self.parameters, grads, strict=True)
@@ -133,10 +133,10 @@ class _Point:
     @torch.no_grad()
     def matters(self, name: str) -> bool:
         """Do the outputs change with the parameter?"""
-        before, kept = self._answers(), self.values[name]
+        before, value = self._answers(), self.values[name]
         self.values[name] = self._draw(name)
         after = self._answers()
-        self.values[name] = kept
+        self.values[name] = value
         return any(
             float((a - b).abs().max()) > NOTHING * float(a.abs().max())
             for a, b in zip(before, after, strict=True)

@@ -106,8 +106,8 @@ class Propagation:
         inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Operand)]
         if self._fold(tape, call, args, kwargs, inputs, outputs):
             return
-        found = self._apply(tape, call, args, kwargs, inputs)
-        for ref, ids in zip(outputs, found, strict=True):
+        results = self._apply(tape, call, args, kwargs, inputs)
+        for ref, ids in zip(outputs, results, strict=True):
             slot = tape.slots[ref.index]
             self._operands[ref.index] = Operand(slot.shape, slot.dtype, ids)
 
@@ -145,8 +145,8 @@ class Propagation:
         step = Step(call.op, self.scales, self._contract, tuple(s.shape for s in slots), name)
         try:
             rule: Rule = RULES.get(call.op, _no_rule)
-            found = rule(step, *args, **kwargs)
-            said = [found] if isinstance(found, Tensor) or found is None else list(found)
+            result = rule(step, *args, **kwargs)
+            said = [result] if isinstance(result, Tensor) or result is None else list(result)
             return [
                 self._checked(ids, slot, inputs, index in self._used)
                 for ids, slot, index in zip(said, slots, indices, strict=True)
@@ -234,9 +234,9 @@ def _last_uses(tape: Tape, calls: list[Call]) -> dict[int, list[int]]:
     for i, call in enumerate(calls):
         for ref in refs((call.args, call.kwargs)):
             last[ref.index] = i
-    kept = {r.index for r in tape.answers}
+    answers = {r.index for r in tape.answers}
     freed: dict[int, list[int]] = {}
     for index, i in last.items():
-        if index not in kept:
+        if index not in answers:
             freed.setdefault(i, []).append(index)
     return freed

@@ -315,9 +315,9 @@ class Scales:
         present = (table != ANY).all(0)
         self.touch(table[:, present].flatten())
         self.idle.append(torch.unique(table[:, ~present]))
-        kept = present & ~cancels(table, weights)
-        if kept.any():
-            ids, weights = table[:, kept].T, weights[:, kept].T
+        real = present & ~cancels(table, weights)
+        if real.any():
+            ids, weights = table[:, real].T, weights[:, real].T
             first, _ = unique_rows(torch.cat([ids, weights.view(torch.int64)], 1))
             self.relations.append((ids[first], weights[first]))
 

@@ -57,13 +57,13 @@ def _components(equations: csr_matrix, lengths: Array) -> csr_matrix | None:
     b = np.concatenate([np.full(len(single), count), equations.indices[opposite + 1]])
     graph = coo_matrix((np.ones(len(a), bool), (a, b)), shape=(count + 1, count + 1))
     _, label = connected_components(graph, directed=False)
-    kept = np.flatnonzero(label[:-1] != label[-1])
+    free = np.flatnonzero(label[:-1] != label[-1])
     # Components are numbered in the order of their first variable.
-    names, first = np.unique(label[kept], return_index=True)
+    names, first = np.unique(label[free], return_index=True)
     rank = np.empty(len(names), int)
     rank[np.argsort(first)] = np.arange(len(names))
-    columns = rank[np.searchsorted(names, label[kept])]
-    return coo_matrix((np.ones(len(kept)), (kept, columns)), shape=(count, len(names))).tocsr()
+    columns = rank[np.searchsorted(names, label[free])]
+    return coo_matrix((np.ones(len(free)), (free, columns)), shape=(count, len(names))).tocsr()
 
 
 def _eliminate(equations: csr_matrix, late: Array) -> tuple[csr_matrix, list[int]]:
@@ -156,20 +156,20 @@ def independent(columns: csr_matrix) -> Array:
     while True:
         counts = np.asarray(abs(matrix).sign().sum(1)).ravel()
         single = matrix[counts == 1]
-        found = np.unique(single.nonzero()[1])
-        if len(found) == 0:
+        pivots = np.unique(single.nonzero()[1])
+        if len(pivots) == 0:
             break
-        left[found] = False
+        left[pivots] = False
         keep = np.ones(matrix.shape[1])
-        keep[found] = 0
+        keep[pivots] = 0
         matrix = _scaled(matrix, keep)
-    chosen = ~left
+    basis = ~left
     rest = np.flatnonzero(left & (np.asarray(abs(matrix).sum(0)).ravel() > 0))
     if len(rest):
         # The variables that are solved for are columns that do not depend on one another.
         part = _clean(matrix[:, rest])
-        chosen[rest[_eliminate(part, np.zeros(len(rest), bool))[1]]] = True
-    return np.flatnonzero(chosen)
+        basis[rest[_eliminate(part, np.zeros(len(rest), bool))[1]]] = True
+    return np.flatnonzero(basis)
 
 
 def _scaled(matrix: csr_matrix, columns: Array) -> csr_matrix:

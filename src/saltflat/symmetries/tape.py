@@ -73,14 +73,14 @@ class Tape:
     def live(self) -> list[Call]:
         """The calls that the answers depend on."""
         wanted = {r.index for r in self.answers}
-        kept = []
+        calls = []
         for call in reversed(self.calls):
             outputs = {r.index for r in refs(call.outputs)}
             # What hands a value to Python (`.item()`) has no outputs, and decides what comes next.
             if wanted & outputs or (not outputs and "_assert" not in str(call.op)):
-                kept.append(call)
+                calls.append(call)
                 wanted |= {r.index for r in refs((call.args, call.kwargs))}
-        return kept[::-1]
+        return calls[::-1]
 
 
 def refs(tree: Any) -> list[Ref]:
@@ -96,8 +96,8 @@ class Answer(nn.Module):
         self._output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        chosen = self._output(self.model(*args, **kwargs))
-        answers = [t for t in tree_leaves(chosen) if isinstance(t, Tensor)]
+        output = self._output(self.model(*args, **kwargs))
+        answers = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         if not answers:
             raise ModelError("The model's outputs hold no tensor; pass output=callable.")
         return answers

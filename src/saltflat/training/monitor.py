@@ -235,7 +235,7 @@ class Monitor:
 
     def _keep(
         self,
-        found: Mapping[str, Measurement],
+        measurements: Mapping[str, Measurement],
         seconds: float,
         failed: Mapping[str, str],
         skipped: str | None = None,
@@ -243,8 +243,8 @@ class Monitor:
         record = Record(
             step=self._step,
             epoch=self._epoch,
-            values={name: each.value for name, each in found.items()},
-            stderr={name: each.stderr for name, each in found.items()},
+            values={name: each.value for name, each in measurements.items()},
+            stderr={name: each.stderr for name, each in measurements.items()},
             seconds=seconds,
             elapsed=perf_counter() - self._start,
             failed=failed,
@@ -290,17 +290,17 @@ def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
     They are kept, so that nothing is to be feared from a loader that augments them.
     """
     risk.watched.on = False
-    kept: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     left = math.inf if samples is None else samples
     with risk.session():
         for batch in risk.batches():
             part = batch if batch.size <= left else batch.part(0, int(left))
             # Of one's own: whoever gave them may write to them.
-            kept.append(tree_map_only(Tensor, Tensor.clone, (part.inputs, part.targets)))
+            pairs.append(tree_map_only(Tensor, Tensor.clone, (part.inputs, part.targets)))
             left -= part.size
             if left <= 0:
                 break
-    return kept
+    return pairs
 
 
 def _positive(name: str, value: int | None) -> int | None:

@@ -537,17 +537,17 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
 
     def _with_gradients(self) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         """The parameters that have a gradient, each with it and with its group."""
-        found = [
+        entries = [
             (p, p.grad, group)
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None
         ]
-        if not found:
+        if not entries:
             raise InvalidValue("perturb() found no gradients. Call backward() first.")
-        if any(gradient.layout != torch.strided for _, gradient, _ in found):
+        if any(gradient.layout != torch.strided for _, gradient, _ in entries):
             raise InvalidValue("Sparse gradients cannot be perturbed. Use sparse=False.")
-        return found
+        return entries
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:

@@ -138,29 +138,29 @@ class SAM(PerturbedOptimizer):
         return all(self._setting(group, "rho") == 0 for group in self.param_groups)
 
     def _passes(self) -> Walk:
-        found = self._with_gradients()
-        parameters = [p for p, _, _ in found]
-        kept = copies(parameters)
+        entries = self._with_gradients()
+        parameters = [p for p, _, _ in entries]
+        start = copies(parameters)
         try:
-            torch._foreach_add_(parameters, self._ascent(found))
+            torch._foreach_add_(parameters, self._ascent(entries))
             yield "ascent"
         finally:
-            put(parameters, kept)
+            put(parameters, start)
 
-    def _ascent(self, found: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
+    def _ascent(self, entries: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
         """e = ρ T² g / ‖T g‖, parameter by parameter.
 
         After an overflow it is NaN, so are the gradients there, and a GradScaler skips the step.
         """
-        scales = [self._scale(p, group) for p, _, group in found]
-        steps = copies([g for _, g, _ in found])
+        scales = [self._scale(p, group) for p, _, group in entries]
+        steps = copies([g for _, g, _ in entries])
         adaptive = [(step, t) for step, t in zip(steps, scales, strict=True) if t is not None]
         for step, t in adaptive:
             step.mul_(t)
         norm = total_norm(steps)
         for step, t in adaptive:
             step.mul_(t)
-        torch._foreach_mul_(steps, [self._setting(group, "rho") for _, _, group in found])
+        torch._foreach_mul_(steps, [self._setting(group, "rho") for _, _, group in entries])
         scale(steps, 1.0 / norm.clamp_min(torch.finfo(norm.dtype).tiny))
         return steps
 

@@ -136,11 +136,12 @@ class SharpnessPenalty:
 
     def _curvature(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         wanted = list(parameters.values())
-        found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-        if all(g is None for g in found):
+        derivatives = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        if all(g is None for g in derivatives):
             raise LossError("The loss does not depend on the parameters of the penalty's model.")
         gradients = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(wanted, derivatives, strict=True)
         ]
         total = torch.zeros_like(loss)
         for _ in range(self.probes):
@@ -171,9 +172,9 @@ class SharpnessPenalty:
             norms: dict[str, Tensor] = {}
             if self.measure == "normalized_sharpness":
                 for layer in context.layers:
-                    found = balance_layer(layer, diagonal[layer.parameter])
-                    slopes[layer.parameter] = found.slopes
-                    norms[layer.parameter] = found.shrink
+                    balanced = balance_layer(layer, diagonal[layer.parameter])
+                    slopes[layer.parameter] = balanced.slopes
+                    norms[layer.parameter] = balanced.shrink
             else:
                 layerwise = self.measure == "minimum_sharpness"
                 group = context.group.only("layer") if layerwise else context.group

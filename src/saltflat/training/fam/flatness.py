@@ -198,11 +198,11 @@ class Form:
         positions, width = self.inputs.shape[2:]
         # einsum rather than @, which would copy S for every direction and sample.
         if positions <= width:
-            bent = torch.einsum("dngto,gop->dngtp", right, self.metric)
+            image = torch.einsum("dngto,gop->dngtp", right, self.metric)
             gram = self.inputs @ self.inputs.mT
-            return (left * (bent * gram if positions == 1 else gram @ bent)).sum()
-        bent = torch.einsum("gop,dngpq->dngoq", self.metric, right.mT @ self.inputs)
-        return ((left.mT @ self.inputs) * bent).sum()
+            return (left * (image * gram if positions == 1 else gram @ image)).sum()
+        image = torch.einsum("gop,dngpq->dngoq", self.metric, right.mT @ self.inputs)
+        return ((left.mT @ self.inputs) * image).sum()
 
     def directions(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (u, ũ) with Σ ⟨ũ, H u⟩ = ⟨H, (X Xᵀ) ⊗ S⟩, stacked to (D, n, g, T, o).

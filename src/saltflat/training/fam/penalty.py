@@ -208,14 +208,14 @@ class Step:
     ) -> dict[str, Penalty]:
         _warn_if_many(prod(self.outputs.shape[1:]), "outputs")
         deltas = pull(self.outputs, list(edges.values()), units(self.outputs))
-        bent = self._bent(edges)
+        nonlinear = self._nonlinear(edges)
         result = {}
         for (name, site), delta in zip(sites.items(), deltas, strict=True):
             assert delta is not None
             value = self._loss_part(site.split(delta.to(self.outputs.dtype)), forms[name])
-            if bent[name]:
+            if nonlinear[name]:
                 value = value + self._network_part(site, forms[name], edges[name])
-            rule = "loss and network" if bent[name] else "loss"
+            rule = "loss and network" if nonlinear[name] else "loss"
             result[name] = Penalty(value, torch.zeros_like(value), rule)
         return result
 
@@ -231,21 +231,21 @@ class Step:
             )
         return joint(self._risk, self.outputs, deltas, form)
 
-    def _bent(self, edges: Mapping[str, GradientEdge]) -> dict[str, bool]:
+    def _nonlinear(self, edges: Mapping[str, GradientEdge]) -> dict[str, bool]:
         """Whether the network above is not piecewise linear: r·∇²o·v is then not zero for random
         r and v. Not the loss's own gradient for r, which may vanish where its derivative does not.
         """
         places = list(edges.values())
         r = self._noise(self.outputs)
         first = torch.autograd.grad(self.outputs, places, r, create_graph=True)
-        bent = {}
+        nonlinear = {}
         for (name, edge), h in zip(edges.items(), first, strict=True):
             second = None
             if h.requires_grad:
                 v = self._noise(h)
                 (second,) = torch.autograd.grad(h, [edge], v, retain_graph=True, allow_unused=True)
-            bent[name] = second is not None and bool(second.any())
-        return bent
+            nonlinear[name] = second is not None and bool(second.any())
+        return nonlinear
 
     def _network_part(self, site: Site, form: Form, edge: GradientEdge) -> Tensor:
         """Σ_k g_k ∇²_z o_k contracted, g held constant in these derivatives."""
@@ -293,14 +293,14 @@ def _settle(loss: Loss | Callable[..., Tensor], outputs: Tensor, targets: Any) -
     if not torch.isfinite(outputs).all():
         return CustomLoss(loss, mean=True)  # the penalty is NaN either way
     batch = Batch(None, targets, len(outputs), "this batch")
-    found = classify(loss, outputs, batch)
-    if not isinstance(found, CustomLoss):
+    candidate = classify(loss, outputs, batch)
+    if not isinstance(candidate, CustomLoss):
         return JointLoss(loss)
     try:
-        Additivity(found).check(outputs, batch)
+        Additivity(candidate).check(outputs, batch)
     except NotAdditive:
         return JointLoss(loss)
-    return found
+    return candidate
 
 
 def _counts(loss: CrossEntropy, targets: Tensor) -> bool:
