@@ -1,9 +1,7 @@
 """saltflat: scale-invariant sharpness for PyTorch."""
 
 from saltflat.audit import Audit, Tolerances, audit
-from saltflat.curvature.api import diagonal, max_eigenvalue, trace
-from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.proof import piecewise_linear
+from saltflat.curvature import Hutchinson, diagonal, max_eigenvalue, piecewise_linear, trace
 from saltflat.errors import (
     DataError,
     InvalidType,

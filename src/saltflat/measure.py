@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 from saltflat.checks import check_seed
-from saltflat.curvature.api import checked_settings
-from saltflat.curvature.curvature import Curvature
-from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.loss_hessian import derivatives_explained
-from saltflat.curvature.products import MatrixName
-from saltflat.curvature.settings import Certify
-from saltflat.curvature.sweep import CURVATURE, FISHER, Kind
+from saltflat.curvature import (
+    CURVATURE,
+    FISHER,
+    Certify,
+    Curvature,
+    Hutchinson,
+    Kind,
+    MatrixName,
+    checked_settings,
+    derivatives_explained,
+)
 from saltflat.errors import (
     InvalidType,
     InvalidValue,

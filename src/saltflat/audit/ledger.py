@@ -25,17 +25,14 @@ from saltflat.audit.result import (
     Tolerances,
     judge,
 )
-from saltflat.curvature.curvature import Curvature
-from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.products import MatrixName
-from saltflat.curvature.settings import Settings
-from saltflat.curvature.sweep import Kind as Quantity
+from saltflat.curvature import Curvature, Hutchinson, MatrixName, Settings
+from saltflat.curvature import Kind as Quantity
 from saltflat.errors import InvalidType
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
 from saltflat.measure import attempt, kinds_of, shared_quantities
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Context, Measure
+from saltflat.measures import Context, Measure
 from saltflat.risk import Output, Risk, Unpack, logits
 from saltflat.session import RandomState, lend
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened

@@ -13,9 +13,7 @@ from torch import nn
 from saltflat.audit.elements import families, trials
 from saltflat.audit.ledger import Function, Ledger, Panel
 from saltflat.audit.result import Audit, Reading, Tolerances
-from saltflat.curvature.api import checked_settings
-from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.products import MatrixName
+from saltflat.curvature import Hutchinson, MatrixName, checked_settings
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measure import chosen_measures, estimator_of

@@ -1,1 +1,45 @@
 """Exact and estimated curvature of a risk, block by block."""
+
+from saltflat.curvature.api import checked_settings, diagonal, max_eigenvalue, trace
+from saltflat.curvature.curvature import Curvature, Layer
+from saltflat.curvature.estimators import (
+    LEAST_DRAWS,
+    Hutchinson,
+    Quantity,
+    degrees_of_freedom,
+    mean_error,
+)
+from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify, derivatives_explained
+from saltflat.curvature.plan import Company
+from saltflat.curvature.products import MatrixName
+from saltflat.curvature.proof import piecewise_linear
+from saltflat.curvature.recorder import Safe
+from saltflat.curvature.settings import Certify, Settings
+from saltflat.curvature.sweep import CURVATURE, FISHER, Kind
+
+__all__ = [
+    "CURVATURE",
+    "FISHER",
+    "LEAST_DRAWS",
+    "Additivity",
+    "Certify",
+    "Company",
+    "Curvature",
+    "Hutchinson",
+    "Kind",
+    "Layer",
+    "MatrixName",
+    "NotAdditive",
+    "Quantity",
+    "Safe",
+    "Settings",
+    "checked_settings",
+    "classify",
+    "degrees_of_freedom",
+    "derivatives_explained",
+    "diagonal",
+    "max_eigenvalue",
+    "mean_error",
+    "piecewise_linear",
+    "trace",
+]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saltflat.checks import check_integer, check_number
-from saltflat.curvature.estimators import LEAST_DRAWS, degrees_of_freedom
+from saltflat.curvature import LEAST_DRAWS, degrees_of_freedom
 from saltflat.errors import InvalidValue
 from saltflat.landscape.surfaces import Landscape
 

@@ -11,10 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.curvature import Curvature
-from saltflat.curvature.plan import Company
-from saltflat.curvature.recorder import Safe
-from saltflat.curvature.settings import Settings
+from saltflat.curvature import Company, Curvature, Safe, Settings
 from saltflat.errors import DataError
 from saltflat.landscape.batchnorm import BatchStatistics, batch_mode
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar

@@ -1,7 +1,6 @@
 """The catalogue: the measures of the papers. MEASURES holds each under its name."""
 
-from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity
+from saltflat.curvature import Layer, Quantity
 from saltflat.measures.ball_sharpness import AdaptiveSharpness, DeltaSharpness, SamSharpness
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
 from saltflat.measures.bn_sharpness import BNSharpness

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, final
 
-from saltflat.curvature.curvature import Curvature, Layer
-from saltflat.curvature.estimators import Quantity
-from saltflat.curvature.sweep import Kind
+from saltflat.curvature import Curvature, Kind, Layer, Quantity
 from saltflat.errors import SaltflatError
 from saltflat.landscape import Landscape
 from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
-from saltflat.symmetries.find import symmetries
-from saltflat.symmetries.group import Group
+from saltflat.symmetries import Group, symmetries
 
 # A kind of curvature, or "passes": further passes over the data with other parameters.
 Need = Kind | Literal["passes"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saltflat.checks import check_choice, check_integer, check_number
-from saltflat.curvature.curvature import Layer
+from saltflat.curvature import Layer
 from saltflat.landscape import (
     BatchLandscape,
     Feeds,

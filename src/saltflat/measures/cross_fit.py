@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.estimators import Quantity, mean_error
+from saltflat.curvature import Quantity, mean_error
 
 # Draw k is in fold k mod 4, for every quantity: measures of one report choose alike.
 FOLDS = 4

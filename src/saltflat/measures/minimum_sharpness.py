@@ -9,12 +9,12 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity, mean_error
+from saltflat.curvature import Layer, Quantity, mean_error
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable
 from saltflat.measures.cross_fit import NOTE, Line, cross_fit
-from saltflat.symmetries.balance import (
+from saltflat.symmetries import (
+    Group,
     Least,
     NegativeCurvature,
     class_masses,
@@ -22,7 +22,6 @@ from saltflat.symmetries.balance import (
     noisy_scaling,
     uniform_parameters,
 )
-from saltflat.symmetries.group import Group
 
 
 @final

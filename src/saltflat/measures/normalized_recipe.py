@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from saltflat.checks import check_number
-from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity, degrees_of_freedom
+from saltflat.curvature import Layer, Quantity, degrees_of_freedom
 from saltflat.errors import InvalidValue
 from saltflat.landscape import Point, check_draws, gaussian
 from saltflat.measures.base import Context

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from saltflat.convex import balance, components
-from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity, mean_error
+from saltflat.curvature import Layer, Quantity, mean_error
 from saltflat.errors import InvalidValue
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable

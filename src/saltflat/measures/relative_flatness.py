@@ -8,9 +8,7 @@ from typing import ClassVar, Literal, final
 from torch import Tensor
 
 from saltflat.checks import check_choice
-from saltflat.curvature.curvature import Layer
-from saltflat.curvature.estimators import Quantity
-from saltflat.curvature.sweep import Kind
+from saltflat.curvature import Kind, Layer, Quantity
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need, NotApplicable

@@ -24,7 +24,7 @@ from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
 from saltflat.convex import Minimum, minimise
-from saltflat.curvature.api import diagonal as curvature_diagonal
+from saltflat.curvature import diagonal as curvature_diagonal
 from saltflat.errors import ModelError
 from saltflat.symmetries.element import Element, Exponents
 

@@ -30,7 +30,7 @@ from saltflat.errors import (
 from saltflat.losses import LossLike
 from saltflat.measure import Lenient, chosen_measures, measure
 from saltflat.measurement import Measurement
-from saltflat.measures.base import Measure
+from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack
 
 CHEAP = ("hessian_trace", "minimum_sharpness")  # both from one trace

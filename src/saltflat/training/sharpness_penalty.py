@@ -20,13 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.checks import check_number
-from saltflat.curvature.curvature import Curvature
-from saltflat.curvature.estimators import Hutchinson, Quantity
-from saltflat.curvature.settings import Settings
+from saltflat.curvature import Curvature, Hutchinson, Quantity, Settings
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
-from saltflat.measures import balance_layer
-from saltflat.measures.base import Context
+from saltflat.measures import Context, balance_layer
 from saltflat.risk import Risk, unwrap
 from saltflat.symmetries import Group, Least, NegativeCurvature, least_trace
 

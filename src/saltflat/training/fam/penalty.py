@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify
+from saltflat.curvature import Additivity, Hutchinson, NotAdditive, classify
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch

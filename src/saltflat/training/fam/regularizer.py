@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature import Hutchinson
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import LossLike, resolve
 from saltflat.risk import Output, logits, unwrap
