@@ -104,9 +104,9 @@ def test_errors() -> None:
     model, x, y = problem()
     with pytest.raises(sf.InvalidValue, match="measure must be one of"):
         SharpnessPenalty(model, (x, y), measure="rho")
-    with pytest.raises(sf.InvalidValue, match="refresh must be a positive integer"):
+    with pytest.raises(sf.InvalidValue, match="refresh must be an integer of at least 1"):
         SharpnessPenalty(model, (x, y), refresh=0)
-    with pytest.raises(sf.InvalidValue, match="probes must be a positive integer"):
+    with pytest.raises(sf.InvalidValue, match="probes must be an integer of at least 1"):
         SharpnessPenalty(model, (x, y), probes=True)
     with pytest.raises(sf.InvalidValue, match="strength"):
         SharpnessPenalty(model, (x, y), -1.0)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from saltflat.audit.elements import families, trials
+from saltflat.audit.elements import Family, families, trials
 from saltflat.audit.ledger import Function, Ledger, Panel
 from saltflat.audit.result import Audit, Reading, Tolerances
+from saltflat.checks import check_integer
 from saltflat.curvature import Hutchinson, MatrixName, checked_settings
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
@@ -76,35 +77,40 @@ def audit(
     chosen = _measures(measures, functions or {})
     _check(elements, spread)
     settings = checked_settings(max_directions, memory_budget, "proof")
-    strategy = estimator_of(estimator, seed)
     with reporting(progress) as step:
         step("symmetries", 0, 1)
         wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
-        group = symmetries(wide, inputs, output=output, parameters="trainable")
         panel = Panel(
             data=data,
             loss=loss,
             measures=chosen,
             functions=functions or {},
-            group=group,
+            group=symmetries(wide, inputs, output=output, parameters="trainable"),
             curvature=curvature,
-            estimator=strategy,
+            estimator=estimator_of(estimator, seed),
             settings=settings,
             unpack=unpack,
             output=output,
             seed=seed,
         )
-        kinds, spreads = families(group), _spreads(spread)
-        planned = [t for f in kinds for t in trials(f, wide, spreads, elements, seed)]
-        step("the model itself", 0, len(planned) + 1)
+        step("the model itself", 0, 1)
         before, skipped = _split(panel.read(wide), named=measures is not None)
         ledger = Ledger(before, panel, wide, inputs, tolerances or Tolerances())
-        for index, trial in enumerate(planned):
-            step(f"{trial.kind}: {trial.name}", index + 1, len(planned) + 1)
-            ledger.add(trial)
+        kinds = _try_all(ledger, elements, spread, step)
     for warning in panel.warnings:
         warnings.warn(warning, stacklevel=2)
     return ledger.audit(type(unwrap(model)).__name__, kinds, spread, skipped)
+
+
+def _try_all(ledger: Ledger, elements: int, spread: float, step: Callback) -> list[Family]:
+    """Enter what every rescaling does; the families that they come from."""
+    panel = ledger.panel
+    kinds, spreads = families(panel.group), _spreads(spread)
+    planned = [t for f in kinds for t in trials(f, ledger.model, spreads, elements, panel.seed)]
+    for index, trial in enumerate(planned):
+        step(f"{trial.kind}: {trial.name}", index + 1, len(planned) + 1)
+        ledger.add(trial)
+    return kinds
 
 
 def _measures(
@@ -130,8 +136,7 @@ def _measures(
 
 
 def _check(elements: int, spread: float) -> None:
-    if not isinstance(elements, int) or isinstance(elements, bool) or elements < 1:
-        raise InvalidValue(f"elements must be an integer, at least 1. Got {elements!r}.")
+    check_integer("elements", elements)
     if not (math.isfinite(spread) and spread > 1):
         raise InvalidValue(f"spread must be a finite number > 1. Got {spread!r}.")
 

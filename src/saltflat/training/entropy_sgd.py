@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from saltflat.checks import check_number
+from saltflat.checks import check_integer, check_number
 from saltflat.errors import InvalidValue
 from saltflat.training.perturbing import FrozenStatistics
 from saltflat.vectors import copies, put
@@ -63,8 +63,8 @@ class EntropySGD(Optimizer):
         freeze_batchnorm: bool = True,
         seed: int = 0,
     ) -> None:
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise InvalidValue(f"steps must be an integer of at least 1. Got {steps!r}.")
+        self.steps = check_integer("steps", steps)
+        self.freeze_batchnorm = freeze_batchnorm
         if check_number("averaging", averaging, above=True) > 1:
             raise InvalidValue(f"averaging must be at most 1. Got {averaging!r}.")
         if nesterov and momentum == 0:
@@ -84,8 +84,6 @@ class EntropySGD(Optimizer):
             "inner": 0,  # steps made in this round
             "round": 0,
         }
-        self.steps = steps
-        self.freeze_batchnorm = freeze_batchnorm
         self._adopt_watch()
         super().__init__(params, defaults)
 

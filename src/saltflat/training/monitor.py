@@ -181,12 +181,7 @@ class Monitor:
         self._step = self.history[-1].step if self.history else 0
         self._epoch = self.history[-1].epoch if self.history else 0
         self._own_writer = isinstance(tensorboard, str | os.PathLike)
-        self._writer = _summary_writer(tensorboard) if self._own_writer else tensorboard
-        if self._writer is not None and not hasattr(self._writer, "add_scalar"):
-            raise InvalidType(
-                "tensorboard must be a folder or a SummaryWriter. "
-                f"Got {type(tensorboard).__name__}."
-            )
+        self._writer = _writer(tensorboard)
         self._start, self._spent, self._measured = perf_counter(), 0.0, False
 
     def step(self, number: int | None = None) -> Record | None:
@@ -313,6 +308,17 @@ def _budget(budget: float | Budget | None) -> Budget:
     if budget is None:
         return Budget(math.inf)
     return budget if isinstance(budget, Budget) else Budget(budget)
+
+
+def _writer(tensorboard: Any) -> Any:
+    """What writes for TensorBoard: the user's own, or one for a folder."""
+    if isinstance(tensorboard, str | os.PathLike):
+        return _summary_writer(tensorboard)
+    if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
+        raise InvalidType(
+            f"tensorboard must be a folder or a SummaryWriter. Got {type(tensorboard).__name__}."
+        )
+    return tensorboard
 
 
 def _summary_writer(folder: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from saltflat.checks import check_number
+from saltflat.checks import check_integer, check_number
 from saltflat.curvature import Curvature, Hutchinson, Quantity, Settings
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
@@ -77,12 +77,10 @@ class SharpnessPenalty:
             raise InvalidValue(
                 f"measure must be one of {', '.join(get_args(Penalised))}. Got {measure!r}."
             )
-        for name, count in (("refresh", refresh), ("probes", probes)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise InvalidValue(f"{name} must be a positive integer. Got {count!r}.")
         self.model, self.data, self.loss, self.measure = model, data, loss, measure
         self.strength = check_number("strength", strength)
-        self.refresh, self.probes = refresh, probes
+        self.refresh = check_integer("refresh", refresh)
+        self.probes = check_integer("probes", probes)
         self.calls = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._weights: dict[str, Tensor] = {}  # √a, by parameter

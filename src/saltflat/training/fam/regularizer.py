@@ -98,11 +98,8 @@ class FAM:
         self._recorder = Recorder(self.model, self._layers)
         if layer is None:
             (name,) = self._layers
-            warnings.warn(
-                f"FAM regularizes {name!r}, the last Linear layer of the model. "
-                f"Pass layer={name!r} to say so yourself.",
-                stacklevel=2,
-            )
+            said = f"the last Linear layer of the model. Pass layer={name!r} to say so yourself."
+            warnings.warn(f"FAM regularizes {name!r}, {said}", stacklevel=2)
 
     @property
     def strength(self) -> float:
