@@ -146,7 +146,7 @@ def _sharpness(model: nn.Module, strength: float, measure: Any) -> SharpnessPena
     p = next(model.parameters())
     x, y = next(batches(1, p.dtype))
     data = (x.to(p.device), y.to(p.device))
-    return SharpnessPenalty(model, data, strength, measure, refresh=4)
+    return SharpnessPenalty(model, data, strength=strength, measure=measure, refresh=4)
 
 
 # name -> (model, strength) -> penalty, and the strength

@@ -494,7 +494,7 @@ def test_average_growth(measure: Any, draws: int) -> None:
     want = 0.5 * 0.1**2 / 10 * float((diagonal * scale).sum())
     configured = measure(rho=0.1, average=True, draws=draws)
     found = [
-        sf.measure(linear, (x, y), "mse", [configured], seed=seed)[configured.name]
+        sf.measure(linear, (x, y), "mse", measures=[configured], seed=seed)[configured.name]
         for seed in range(100)
     ]
     stderr, degrees = [m.stderr for m in found], [m.degrees for m in found]

@@ -57,7 +57,7 @@ def test_shuffling_loaders(name: str) -> None:
     check(case, loader)
     for curvature in ("hessian", "ggn"):
         shuffled, plain = (
-            sf.trace(case.model(), data, case.loss, curvature, estimator=sf.Hutchinson(5))
+            sf.trace(case.model(), data, case.loss, curvature=curvature, estimator=sf.Hutchinson(5))
             for data in (loader, case.data())
         )
         assert list(shuffled.values()) == pytest.approx(list(plain.values()), rel=1e-9)

@@ -63,7 +63,7 @@ def test_a_loss_without_a_second_derivative_leaves_what_needs_none() -> None:
     assert set(report) == NO_HESSIAN
     assert set(report.skipped) == set(MEASURES) - NO_HESSIAN
     assert "multi_margin" in report.skipped["hessian_trace"]
-    named = sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), sorted(NO_HESSIAN))
+    named = sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), measures=sorted(NO_HESSIAN))
     for name in NO_HESSIAN:
         assert report[name].value == named[name].value
 
@@ -71,7 +71,7 @@ def test_a_loss_without_a_second_derivative_leaves_what_needs_none() -> None:
 @pytest.mark.parametrize("names", [["hessian_trace"], ["sam_sharpness", "hessian_trace"]])
 def test_one_that_was_named_is_an_error(names: list[str]) -> None:
     with pytest.raises(NoSecondDerivative, match="multi_margin"):
-        sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), names)
+        sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), measures=names)
 
 
 def test_a_model_that_can_be_differentiated_once() -> None:
@@ -232,7 +232,7 @@ class Scale(nn.Module):
 
 
 def test_monitor_records_why() -> None:
-    monitor = sf.Monitor(Scale(), (X, Y), ["hessian_trace", "minimum_sharpness", "rho"])
+    monitor = sf.Monitor(Scale(), (X, Y), measures=["hessian_trace", "minimum_sharpness", "rho"])
     record = monitor.measure()
     truth = torch.autograd.functional.hessian(
         lambda s: nn.functional.cross_entropy(X * s, Y), Scale().scale.detach()
@@ -244,11 +244,13 @@ def test_monitor_records_why() -> None:
 
 def test_monitor_where_the_sweep_fails() -> None:
     names = ["hessian_trace", "fisher_rao_norm"]
-    record = sf.Monitor(CASE.model(), (X, Y), names, loss=nn.MultiMarginLoss(p=2)).measure()
+    record = sf.Monitor(
+        CASE.model(), (X, Y), measures=names, loss=nn.MultiMarginLoss(p=2)
+    ).measure()
     assert set(record.values) == {"fisher_rao_norm"}
     assert "multi_margin" in record.failed["hessian_trace"]
     with pytest.raises(NoSecondDerivative):
-        sf.Monitor(CASE.model(), (X, Y), names[:1], loss=nn.MultiMarginLoss(p=2)).measure()
+        sf.Monitor(CASE.model(), (X, Y), measures=names[:1], loss=nn.MultiMarginLoss(p=2)).measure()
 
 
 def test_audit_where_the_sweep_fails() -> None:

@@ -98,7 +98,7 @@ def layers_of(case: Case) -> dict[str, papers.Layer]:
 
 @cache
 def report(case: Case) -> sf.Report:
-    return sf.measure(case.model(), case.data(), case.loss, CURVED)
+    return sf.measure(case.model(), case.data(), case.loss, measures=CURVED)
 
 
 def close(got: float | Tensor, want: float | Tensor, scale: float = 0.0) -> None:
@@ -156,7 +156,7 @@ SPECTRA = [
 @pytest.mark.parametrize("case", SPECTRA, ids=str)
 def test_eigenvalues(case: Case) -> None:
     measures = [Kappa(tol=1e-9), HessianMaxEigenvalue(tol=1e-9, by_parameter=True)]
-    both = sf.measure(case.model(), case.data(), case.loss, measures)
+    both = sf.measure(case.model(), case.data(), case.loss, measures=measures)
     oracle, found, kappa = case.dense(), both["hessian_max_eigenvalue"], both["kappa"]
     spectrum = torch.linalg.eigvalsh(oracle.hessian)
     size = float(spectrum.abs().max())
@@ -180,7 +180,7 @@ def test_rho(case: Case, side: str) -> None:
     if side == "columns":
         found = report(case)["rho"]
     else:
-        found = sf.measure(case.model(), case.data(), case.loss, [Rho(side="rows")])["rho"]
+        found = sf.measure(case.model(), case.data(), case.loss, measures=[Rho(side="rows")])["rho"]
     want = {name: papers.rho(x, side) for name, x in layers_of(case).items()}
     size = max(float(v.abs().max()) for v in want.values())
     assert list(found.by_neuron) == list(want)
@@ -220,7 +220,9 @@ def test_kappa_of_neurons(name: str) -> None:
     """‖w(j)‖² λ_max(H_jj) of every column; on the GELU network too, where products give it."""
     case = BY_NAME[name]
     model, layers = case.model(), layers_of(case)
-    found = sf.measure(model, case.data(), case.loss, [Kappa(tol=1e-12, neurons=True)])["kappa"]
+    found = sf.measure(model, case.data(), case.loss, measures=[Kappa(tol=1e-12, neurons=True)])[
+        "kappa"
+    ]
     assert list(found.by_neuron) == list(layers)
     for layer_name, layer in layers.items():
         each = [papers.kappa(x) for x in papers.neurons(layer)]
@@ -498,7 +500,7 @@ def by_samples(case: Case, names: list[str], loss: Any) -> tuple[Tensor, Tensor]
 
 def fisher(case: Case, form: str = "parameterwise") -> sf.Measurement:
     measures = [FisherRaoNorm(form=form)]
-    return sf.measure(case.model(), case.data(), case.loss, measures)["fisher_rao_norm"]
+    return sf.measure(case.model(), case.data(), case.loss, measures=measures)["fisher_rao_norm"]
 
 
 def plain_conv() -> nn.Module:
@@ -670,7 +672,7 @@ def test_estimates(name: str) -> None:
     measures = [*CURVED[:-1], RelativeFlatness(layer=BENT[name][0])]
     few = sf.Hutchinson(probes=24 if name == "mlp GELU" else 50)  # fewer than entries
     with pytest.warns(UserWarning, match="estimated by Hutchinson"):
-        found = sf.measure(case.model(), case.data(), case.loss, measures, estimator=few)
+        found = sf.measure(case.model(), case.data(), case.loss, measures=measures, estimator=few)
     assert any("estimated by Hutchinson" in note for note in found.notes)
     assert list(found) == [*CURVED[:-1], "relative_flatness"]
     for key, m in found.items():
@@ -683,7 +685,7 @@ def test_estimates(name: str) -> None:
         assert f"± {m.stderr:.2g}" in str(m)
         assert any("an upper bound on average" in note for note in m.notes) == (key in MINIMA)
     assert found["hessian_trace"].stderr < 0.3 * want["hessian_trace"]
-    exact = sf.measure(case.model(), case.data(), case.loss, CURVED, curvature="ggn")
+    exact = sf.measure(case.model(), case.data(), case.loss, measures=CURVED, curvature="ggn")
     assert all(m.exact for m in exact.values())
     assert not any(m.bound for m in exact.values())
     assert abs(exact["hessian_trace"].value - want["hessian_trace"]) > 0.01
@@ -709,8 +711,8 @@ def test_sketches() -> None:
 def test_negative_traces() -> None:
     case = Case("concave", targets=normal(3), loss=lambda o, y: -F.mse_loss(o, y))
     with pytest.raises(NotApplicable, match="trace of every weight matrix is negative"):
-        sf.measure(case.model(), case.data(), case.loss, ["matrix_normalized_sharpness"])
-    found = sf.measure(case.model(), case.data(), case.loss, ["normalized_sharpness"])
+        sf.measure(case.model(), case.data(), case.loss, measures=["matrix_normalized_sharpness"])
+    found = sf.measure(case.model(), case.data(), case.loss, measures=["normalized_sharpness"])
     assert found["normalized_sharpness"].value == 0.0
     assert found["normalized_sharpness"].details["clipped"] == pytest.approx(1.0)
     some = report(BY_NAME["indefinite"])["matrix_normalized_sharpness"]

@@ -38,7 +38,7 @@ def network(dropout: float = 0.0) -> nn.Sequential:
 
 
 def watch(**options: Any) -> Monitor:
-    return Monitor(network(), (X, Y), ["hessian_trace"], **{"budget": None, **options})
+    return Monitor(network(), (X, Y), measures=["hessian_trace"], **{"budget": None, **options})
 
 
 class Clock:
@@ -76,7 +76,7 @@ def test_options_reach_measure() -> None:
     targets = torch.randn(12, 3)
     estimator = sf.Hutchinson(4, seed=3)
     options = {"loss": nn.MSELoss(reduction="sum"), "max_directions": 1, "estimator": estimator}
-    record = Monitor(model, (X, targets), ["hessian_trace"], **options).measure()
+    record = Monitor(model, (X, targets), measures=["hessian_trace"], **options).measure()
     expected = sf.measure(model, (X, targets), measures=["hessian_trace"], **options)
     assert record.values["hessian_trace"] == expected["hessian_trace"].value
     assert record.stderr["hessian_trace"] == expected["hessian_trace"].stderr
@@ -136,7 +136,7 @@ def test_the_probe_set_is_fixed() -> None:
 def test_samples() -> None:
     model = network()
     data = [(X[:5], Y[:5]), (X[5:10], Y[5:10]), (X[10:], Y[10:])]
-    record = Monitor(model, data, ["hessian_trace"], samples=7).measure()
+    record = Monitor(model, data, measures=["hessian_trace"], samples=7).measure()
     expected = sf.measure(model, (X[:7], Y[:7]), measures=["hessian_trace"])["hessian_trace"]
     assert record.values["hessian_trace"] == pytest.approx(expected.value, rel=1e-5)
 
@@ -278,7 +278,7 @@ def test_the_log_of_another_run_is_refused(tmp_path: Path) -> None:
         watch(path=path).epoch()
     before = path.read_bytes()
     with pytest.raises(sf.DataError, match=r"log of another run: it holds hessian_trace.*kappa"):
-        Monitor(network(), (X, Y), ["kappa"], path=path)
+        Monitor(network(), (X, Y), measures=["kappa"], path=path)
     assert path.read_bytes() == before
 
 
@@ -381,7 +381,7 @@ def test_a_measure_that_fails_does_not_stop_the_others() -> None:
         model[2].weight.fill_(1.0)
     x, y = X.double(), torch.full((12, 1), -50.0, dtype=torch.float64)
     options = {"loss": "mse", "budget": None}
-    report = sf.measure(model, (x, y), "mse", ["hessian_trace"])
+    report = sf.measure(model, (x, y), "mse", measures=["hessian_trace"])
     assert min(report["hessian_trace"].by_parameter.values()) < 0
     record = Monitor(model, (x, y), **options).measure()
     assert record.values == {"hessian_trace": report["hessian_trace"].value}

@@ -138,7 +138,7 @@ SIGNED = [
 @pytest.mark.parametrize("case", SIGNED, ids=str)
 def test_sweep_adds_up_magnitudes(case: Case) -> None:
     seen: list[dict[str, Tensor]] = []
-    sf.measure(case.model(), case.data(), case.loss, [Magnitude(seen)])
+    sf.measure(case.model(), case.data(), case.loss, measures=[Magnitude(seen)])
     want = magnitudes(case)
     (found,) = seen
     assert found
@@ -149,7 +149,7 @@ def test_sweep_adds_up_magnitudes(case: Case) -> None:
 def test_one_sign_needs_none() -> None:
     seen: list[dict[str, Tensor]] = []
     case = BY_NAME["mlp"]
-    sf.measure(case.model(), case.data(), case.loss, [Magnitude(seen)])
+    sf.measure(case.model(), case.data(), case.loss, measures=[Magnitude(seen)])
     assert seen
     assert all(v.ndim == 0 and v == 0 for v in seen[0].values())
 
@@ -195,6 +195,8 @@ def test_order_of_samples(case: Case) -> None:
     values = []
     for seed in range(6):
         rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        report = sf.measure(case.model(), (x[rows], y[rows]), case.loss, ["normalized_sharpness"])
+        report = sf.measure(
+            case.model(), (x[rows], y[rows]), case.loss, measures=["normalized_sharpness"]
+        )
         values.append(report["normalized_sharpness"].value)
     assert max(values) - min(values) < 1e-9 * max(values)

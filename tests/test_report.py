@@ -41,7 +41,7 @@ FEW = ["hessian_trace", "rho", "normalized_sharpness"]
 
 
 def measured(measures: Any = FEW, case: Case = CASE, **options: Any) -> sf.Report:
-    return sf.measure(case.model(), case.data(), case.loss, measures, **options)
+    return sf.measure(case.model(), case.data(), case.loss, measures=measures, **options)
 
 
 def made(**fields: Any) -> sf.Measurement:
@@ -203,7 +203,10 @@ def test_batches_do_not_matter() -> None:
     names = [*FEW, "relative_flatness", "kappa_trace", "fisher_rao_norm"]
     whole = sf.measure(CASE.model(), (x, y), measures=names)
     parts = sf.measure(
-        CASE.model(), [(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])], "cross_entropy", names
+        CASE.model(),
+        [(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])],
+        "cross_entropy",
+        measures=names,
     )
     for name in names:
         assert parts[name].value == pytest.approx(whole[name].value, rel=1e-10)
@@ -369,7 +372,7 @@ def custom(o: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_losses_are_named_with_what_matters(loss: Any, text: str) -> None:
     few = sf.Hutchinson(probes=4)
-    found = sf.measure(CASE.model(), CASE.data(), loss, ["hessian_trace"], estimator=few)
+    found = sf.measure(CASE.model(), CASE.data(), loss, measures=["hessian_trace"], estimator=few)
     assert found.provenance.loss == text
 
 
@@ -690,7 +693,9 @@ def test_reports_compare_with_each_other() -> None:
     one = measured()
     assert one.compare(measured()).problems == ()
     assert list(one.compare(measured(), names=("x", "y"))) == ["x", "y"]
-    smooth = sf.measure(CASE.model(), CASE.data(), nn.CrossEntropyLoss(label_smoothing=0.1), FEW)
+    smooth = sf.measure(
+        CASE.model(), CASE.data(), nn.CrossEntropyLoss(label_smoothing=0.1), measures=FEW
+    )
     text = "the loss differs (this: cross_entropy, other: cross_entropy(label_smoothing=0.1))"
     assert one.compare(smooth).problems == (text,)
     ggn = measured(curvature="ggn")

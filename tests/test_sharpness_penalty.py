@@ -46,7 +46,7 @@ def every_direction(penalty: SharpnessPenalty, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_gradient_of_the_measure(measure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem()
-    penalty = SharpnessPenalty(model, (x, y), 1.0, measure)
+    penalty = SharpnessPenalty(model, (x, y), strength=1.0, measure=measure)
     penalty._find()
     penalty.calls = 1
     every_direction(penalty, monkeypatch)
@@ -75,7 +75,7 @@ def test_gradient_of_the_measure(measure: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_random_signs_are_unbiased() -> None:
     model, x, y = problem()
-    penalty = SharpnessPenalty(model, (x, y), 1.0)
+    penalty = SharpnessPenalty(model, (x, y), strength=1.0)
     values = torch.stack([penalty(F.cross_entropy(model(x), y)).detach() for _ in range(300)])
     want = sf.measure(model, (x, y), measures=["minimum_sharpness"])["minimum_sharpness"].value
     error = float(values.std() / 300**0.5)
@@ -88,7 +88,7 @@ def test_training_with_it_gets_flatter() -> None:
     values = {}
     for strength in (0.0, 0.05):
         model, x, y = problem(3)
-        penalty = SharpnessPenalty(model, (x, y), strength, refresh=5)
+        penalty = SharpnessPenalty(model, (x, y), strength=strength, refresh=5)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(60):
             optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_errors() -> None:
     with pytest.raises(sf.InvalidValue, match="probes must be an integer of at least 1"):
         SharpnessPenalty(model, (x, y), probes=True)
     with pytest.raises(sf.InvalidValue, match="strength"):
-        SharpnessPenalty(model, (x, y), -1.0)
+        SharpnessPenalty(model, (x, y), strength=-1.0)
     with pytest.raises(sf.LossError, match="with its graph"):
         SharpnessPenalty(model, (x, y))(torch.tensor(1.0))
 

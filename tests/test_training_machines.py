@@ -335,7 +335,7 @@ def of_shards(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]
     x, y = next(batches(1, torch.float64))
     part = slice(4 * rank, 4 * rank + 4)
     model = without_batchnorm()
-    called, penalty = wrap(model), SharpnessPenalty(model, (x[part], y[part]), 1.0)
+    called, penalty = wrap(model), SharpnessPenalty(model, (x[part], y[part]), strength=1.0)
     penalty(nn.functional.cross_entropy(called(x[part]), y[part])).backward()
     return [p.grad for p in model.parameters()]
 
@@ -374,7 +374,7 @@ def test_two_processes_with_scales_of_their_own(ranks: list[Any]) -> None:
     shards = [of_shards(rank, lambda model: model) for rank in (0, 1)]
     x, y = next(batches(1, torch.float64))
     model = without_batchnorm()
-    penalty = SharpnessPenalty(model, (x, y), 1.0)
+    penalty = SharpnessPenalty(model, (x, y), strength=1.0)
     penalty(nn.functional.cross_entropy(model(x), y)).backward()
     for _, gradients in ranks:
         for p, got, one, two in zip(model.parameters(), gradients, *shards, strict=True):

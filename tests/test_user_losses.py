@@ -191,7 +191,7 @@ def test_parameters_of_the_loss_alone_are_constants(loss: Loss, note: str | None
     result = sf.trace(model, (X, Y), loss)
     oracle = Dense(model, X, Y, loss)
     agrees(result, oracle.blocks(oracle.hessian))
-    report = sf.measure(model, (X, Y), loss, ["hessian_trace"])
+    report = sf.measure(model, (X, Y), loss, measures=["hessian_trace"])
     for notes in (result.notes, report.notes):
         assert any(note in each for each in notes) if note else not any("own" in n for n in notes)
 
@@ -338,8 +338,8 @@ def test_gradients_need_no_second_derivative() -> None:
     """Per-sample gradients and searches give what they give for the loss written out."""
     names = ["fisher_rao_norm", "sam_sharpness", "delta_sharpness", "adaptive_sharpness"]
     for data in ((X, Y), [(X[:4], Y[:4]), (X[4:], Y[4:])]):
-        kernel = sf.measure(network(), data, MARGINS["module"], names)
-        written = sf.measure(network(), data, squared_margin, names)
+        kernel = sf.measure(network(), data, MARGINS["module"], measures=names)
+        written = sf.measure(network(), data, squared_margin, measures=names)
         for name in names:
             assert kernel[name].value == pytest.approx(written[name].value, rel=1e-8)
 
@@ -352,8 +352,10 @@ def test_samples_that_interact_are_seen_without_a_second_derivative() -> None:
         return F.multi_margin_loss(o, y) + (o[0] * o[-1]).sum() / len(o) + apart
 
     with pytest.raises(NotApplicable, match="samples depend on each other"):
-        sf.measure(network(), (X, Y), loss, ["fisher_rao_norm"])
-    assert sf.measure(network(), (X, Y), loss, ["sam_sharpness"])["sam_sharpness"].value > 0
+        sf.measure(network(), (X, Y), loss, measures=["fisher_rao_norm"])
+    assert (
+        sf.measure(network(), (X, Y), loss, measures=["sam_sharpness"])["sam_sharpness"].value > 0
+    )
 
 
 def test_an_infinite_second_derivative() -> None:

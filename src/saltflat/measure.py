@@ -32,10 +32,11 @@ from saltflat.errors import (
 )
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures import MEASURES, Context, Measure, NotApplicable, Quantity
+from saltflat.measures import MEASURES, Context, Measure, Need, NotApplicable, Quantity
 from saltflat.printing import Callback, reporting
 from saltflat.report import Comparison, Report, provenance
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.symmetries import Group
 from saltflat.watch import ChangedData
 
 
@@ -48,8 +49,8 @@ def measure(
     model: nn.Module,
     data: Any,
     loss: LossLike = "cross_entropy",
-    measures: Iterable[str | Measure] | None = None,
     *,
+    measures: Iterable[str | Measure] | None = None,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
@@ -99,9 +100,7 @@ def _measured(
     skipped: dict[str, str] = {}
     step("curvature", 0, count)
     start = perf_counter()
-    kinds = frozenset[Kind]().union(*(kinds_of(m) for m in measures))
-    quantities, failure = shared_quantities(engine, kinds, lenient)
-    context = Context(risk, engine.layers(), quantities, engine.seed, engine)
+    context, failure = prepared(engine, measures, lenient)
     seconds["curvature"] = perf_counter() - start
     for index, each in enumerate(measures):
         step(each.name, index + 1, count)
@@ -140,27 +139,28 @@ def compare(
     return Comparison(reports)
 
 
-def kinds_of(measure: Measure) -> frozenset[Kind]:
-    """The curvature that a measure needs."""
-    return cast(frozenset[Kind], measure.required() & (CURVATURE | FISHER))
+def prepared(
+    engine: Curvature, measures: Iterable[Measure], lenient: bool, group: Group | None = None
+) -> tuple[Context, Exception | None]:
+    """What the measures compute from, with all the curvature that they need from one sweep.
 
-
-def shared_quantities(
-    engine: Curvature, kinds: frozenset[Kind], lenient: bool
-) -> tuple[dict[Kind, Quantity], Exception | None]:
-    """All kinds of curvature from one sweep. Where it fails and `lenient` allows that, none, and
-    why: each measure then computes what it needs, or fails for itself.
-
-    What is wrong with the model, the data or the loss as a whole is an error all the same.
+    Where that fails and `lenient` allows it, the context has none, and the error says why: each
+    measure then computes what it needs, or fails for itself. What is wrong with the model, the data
+    or the loss as a whole is an error all the same.
     """
+    needs = frozenset[Need]().union(*(measure.required() for measure in measures))
+    kinds = cast(frozenset[Kind], needs & (CURVATURE | FISHER))
+    quantities: dict[Kind, Quantity] = {}
+    failure: Exception | None = None
     try:
         with derivatives_explained():
-            return (engine.quantities(kinds) if kinds else {}), None
+            quantities = engine.quantities(kinds) if kinds else {}
     except (SaltflatError, RuntimeError) as error:
         alone = NoSecondDerivative | NotApplicable | MissingDependency
         if not lenient or (isinstance(error, SaltflatError) and not isinstance(error, alone)):
             raise
-        return {}, error
+        failure = error
+    return Context(engine.risk, engine.layers(), quantities, engine.seed, engine, group), failure
 
 
 def compute_one(measure: Measure, context: Context) -> Measurement:

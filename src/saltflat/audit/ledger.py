@@ -26,13 +26,12 @@ from saltflat.audit.result import (
     judge,
 )
 from saltflat.curvature import Curvature, Hutchinson, MatrixName, Settings
-from saltflat.curvature import Kind as Quantity
 from saltflat.errors import InvalidType
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
-from saltflat.measure import attempt, kinds_of, shared_quantities
+from saltflat.measure import attempt, prepared
 from saltflat.measurement import Measurement
-from saltflat.measures import Context, Measure
+from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack, logits
 from saltflat.session import RandomState, lend
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
@@ -82,10 +81,8 @@ class Panel:
         readings: dict[str, Reading | str] = {}
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kinds = frozenset[Quantity]().union(*(kinds_of(m) for m in self.measures))
-            quantities, _ = shared_quantities(engine, kinds, lenient=True)
             # A rescaled model has the same rescalings, so they need not be found again.
-            context = Context(risk, engine.layers(), quantities, self.seed, engine, self.group)
+            context, _ = prepared(engine, self.measures, lenient=True, group=self.group)
             for measure in self.measures:
                 reading = attempt(measure, context)
                 readings[measure.name] = (

@@ -103,7 +103,7 @@ class SharpnessCallback(Callback):
         _check_optimizers(trainer, pl_module)
         if trainer.is_global_zero:
             model = self._measured(pl_module)
-            self.monitor = Monitor(model, self._data, self._measures, **self._options)
+            self.monitor = Monitor(model, self._data, measures=self._measures, **self._options)
         self._step = trainer.global_step
 
     def on_train_batch_end(

@@ -81,7 +81,9 @@ class SharpnessTrainerCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.monitor = Monitor(kwargs["model"], self._data, self._measures, **self._options)
+            self.monitor = Monitor(
+                kwargs["model"], self._data, measures=self._measures, **self._options
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.monitor is not None:

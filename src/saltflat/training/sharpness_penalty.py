@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.checks import check_integer, check_number
-from saltflat.curvature import Curvature, Hutchinson, Quantity, Settings
+from saltflat.curvature import Curvature, Quantity
 from saltflat.errors import InvalidValue, LossError, ModelError
 from saltflat.losses import LossLike
 from saltflat.measures import Context, balance_layer
@@ -65,10 +65,10 @@ class SharpnessPenalty:
         self,
         model: nn.Module,
         data: Any,
+        loss: LossLike = "cross_entropy",
+        *,
         strength: float = 1e-3,
         measure: Penalised = "minimum_sharpness",
-        *,
-        loss: LossLike = "cross_entropy",
         refresh: int = 100,
         probes: int = 1,
         seed: int = 0,
@@ -159,7 +159,7 @@ class SharpnessPenalty:
         risk = Risk(self.model, self.data, self.loss)
         risk.watched.on = False  # the scales of a penalty may come from augmented samples
         with risk.session():
-            engine = Curvature(risk, "hessian", Hutchinson(), Settings(), 0)
+            engine = Curvature(risk)
             curvature = engine.quantities(frozenset({"diagonal"}))["diagonal"]
             diagonal = curvature.values
             context = Context(risk, engine.layers(), {}, 0, engine)
