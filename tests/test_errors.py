@@ -535,3 +535,8 @@ def test_errors_form_one_tree() -> None:
     assert issubclass(sf.SaltflatError, Exception)
     with pytest.raises(ValueError, match="Unknown loss"):
         sf.trace(model(), (X, Y), "nonsense")
+
+
+def test_measures_in_the_place_of_the_loss() -> None:
+    with pytest.raises(sf.InvalidType, match="measures=\\[…\\]"):
+        sf.measure(nn.Linear(2, 2), (torch.zeros(3, 2), torch.zeros(3).long()), ["rho"])

@@ -311,7 +311,7 @@ from saltflat.training.monitor import Monitor
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 3)
 monitor = Monitor(model, (torch.randn(5, 4), torch.zeros(5, dtype=torch.long)),
-                  ["hessian_trace"], steps=1, budget=None, path=sys.argv[1])
+                  measures=["hessian_trace"], steps=1, budget=None, path=sys.argv[1])
 while True:
     monitor.step()
 """

@@ -527,5 +527,6 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
     if not callable(loss):
         raise InvalidType(
             f"The loss must be a name, a module or a callable. Got {type(loss).__name__}."
+            + (" Measures go by keyword: measures=[…]." if isinstance(loss, list | tuple) else "")
         )
     return loss

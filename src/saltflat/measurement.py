@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from saltflat.errors import InvalidValue
 
 Bound = Literal["lower", "upper"]
 Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
-EVERY_RESCALING: frozenset[Symmetry] = frozenset({"layer", "neuron", "batchnorm", "attention"})
+EVERY_RESCALING: frozenset[Symmetry] = frozenset(get_args(Symmetry))
 
 
 @final

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, final, get_args
+from typing import Any, final, get_args
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from scipy.sparse.linalg import lsqr
 from torch import Tensor, nn
 
 from saltflat.errors import InvalidValue, nearest
+from saltflat.measurement import Symmetry
 from saltflat.printing import plain_text
 from saltflat.symmetries.assemble import uniform
 from saltflat.symmetries.balance import balanced
 from saltflat.symmetries.element import Element, Exponents
 
-Kind = Literal["layer", "neuron", "batchnorm", "attention"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Symmetry
+KINDS: tuple[Kind, ...] = get_args(Symmetry)
 
 
 @dataclass(frozen=True, slots=True)
