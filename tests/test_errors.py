@@ -540,3 +540,20 @@ def test_errors_form_one_tree() -> None:
 def test_measures_in_the_place_of_the_loss() -> None:
     with pytest.raises(sf.InvalidType, match="measures=\\[…\\]"):
         sf.measure(nn.Linear(2, 2), (torch.zeros(3, 2), torch.zeros(3).long()), ["rho"])
+
+
+def test_every_error_is_exported() -> None:
+    waiting = [sf.SaltflatError]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        assert getattr(sf, kind.__name__) is kind
+        assert kind.__name__ in sf.__all__
+
+
+@pytest.mark.parametrize("name", ["XTrace", "data"])
+def test_names_that_are_gone_say_what_took_their_place(name: str) -> None:
+    with pytest.raises(AttributeError, match=r"is gone\. Use saltflat"):
+        getattr(sf, name)
+    with pytest.raises(AttributeError, match="no attribute 'Hutchison'"):
+        sf.Hutchison  # noqa: B018

@@ -3,12 +3,18 @@
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.curvature import Hutchinson, diagonal, max_eigenvalue, piecewise_linear, trace
 from saltflat.errors import (
+    ChangedData,
+    CriterionError,
     DataError,
+    ForwardError,
     InvalidType,
     InvalidValue,
     LossError,
     MissingDependency,
     ModelError,
+    NegativeCurvature,
+    NoSecondDerivative,
+    NotApplicable,
     SaltflatError,
 )
 from saltflat.measure import compare, measure
@@ -34,12 +40,15 @@ __all__ = [
     "BNSharpnessSGD",
     "Budget",
     "Certificate",
+    "ChangedData",
     "Comparison",
+    "CriterionError",
     "DataError",
     "Detail",
     "Diagonal",
     "Eigenvalue",
     "EntropySGD",
+    "ForwardError",
     "Group",
     "Hutchinson",
     "InvalidType",
@@ -49,6 +58,9 @@ __all__ = [
     "MissingDependency",
     "ModelError",
     "Monitor",
+    "NegativeCurvature",
+    "NoSecondDerivative",
+    "NotApplicable",
     "Report",
     "SaltflatError",
     "SharpnessPenalty",
@@ -64,3 +76,14 @@ __all__ = [
     "symmetries",
     "trace",
 ]
+
+_GONE = {
+    "XTrace": "saltflat.Hutchinson: the error of XTrace did not hold",
+    "data": "saltflat.datasets",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _GONE:
+        raise AttributeError(f"saltflat.{name} is gone. Use {_GONE[name]}.")
+    raise AttributeError(f"module 'saltflat' has no attribute {name!r}")

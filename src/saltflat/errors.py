@@ -55,6 +55,18 @@ class NoSecondDerivative(ModelError, LossError):
     """
 
 
+class NegativeCurvature(ModelError):
+    """Some parameters have negative curvature, so that the least trace may be −∞."""
+
+
+class NotApplicable(SaltflatError, ValueError):
+    """The measure is not defined for this model; the message says why and what to do."""
+
+
+class ChangedData(DataError):
+    """The data were not the same on two passes."""
+
+
 class MissingDependency(SaltflatError, ImportError):
     """An optional package is needed and is not installed."""
 

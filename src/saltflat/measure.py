@@ -23,21 +23,22 @@ from saltflat.curvature import (
     derivatives_explained,
 )
 from saltflat.errors import (
+    ChangedData,
     InvalidType,
     InvalidValue,
     MissingDependency,
     NoSecondDerivative,
+    NotApplicable,
     SaltflatError,
     nearest,
 )
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures import MEASURES, Context, Measure, Need, NotApplicable, Quantity
+from saltflat.measures import MEASURES, Context, Measure, Need, Quantity
 from saltflat.printing import Callback, reporting
 from saltflat.report import Comparison, Report, provenance
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.symmetries import Group
-from saltflat.watch import ChangedData
 
 
 @final

@@ -16,15 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from saltflat.errors import DataError
+from saltflat.errors import ChangedData
 from saltflat.session import RandomState
 
 _WORD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed integer
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-class ChangedData(DataError):
-    """The data were not the same on two passes."""
 
 
 @final

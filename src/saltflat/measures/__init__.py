@@ -1,8 +1,9 @@
 """The catalogue: the measures of the papers. MEASURES holds each under its name."""
 
 from saltflat.curvature import Layer, Quantity
+from saltflat.errors import NotApplicable
 from saltflat.measures.ball_sharpness import AdaptiveSharpness, DeltaSharpness, SamSharpness
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.bn_sharpness import BNSharpness
 from saltflat.measures.fisher_rao_norm import FisherRaoNorm
 from saltflat.measures.hessian import HessianMaxEigenvalue, HessianTrace

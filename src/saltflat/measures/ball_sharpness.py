@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, final
 
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidValue, NotApplicable
 from saltflat.landscape import Ball, Neighbourhood, check_search
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 
 
 @final

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, final
 
 from saltflat.curvature import Curvature, Kind, Layer, Quantity
-from saltflat.errors import SaltflatError
+from saltflat.errors import NotApplicable, SaltflatError
 from saltflat.landscape import Landscape
 from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
@@ -17,10 +17,6 @@ from saltflat.symmetries import Group, symmetries
 
 # A kind of curvature, or "passes": further passes over the data with other parameters.
 Need = Kind | Literal["passes"]
-
-
-class NotApplicable(SaltflatError, ValueError):
-    """The measure is not defined for this model; the message says why and what to do."""
 
 
 @final

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saltflat.checks import check_choice, check_integer, check_number
 from saltflat.curvature import Layer
+from saltflat.errors import NotApplicable
 from saltflat.landscape import (
     BatchLandscape,
     Feeds,
@@ -25,7 +26,7 @@ from saltflat.landscape import (
     near_rounding,
 )
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 from saltflat.risk import Risk
 
 

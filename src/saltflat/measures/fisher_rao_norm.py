@@ -8,10 +8,11 @@ from typing import ClassVar, Literal, final
 import torch
 
 from saltflat.checks import check_choice
+from saltflat.errors import NotApplicable
 from saltflat.landscape import shifted
 from saltflat.losses import Loss, divisor
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 
 
 @final

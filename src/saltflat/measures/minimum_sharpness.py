@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature import Layer, Quantity, mean_error
+from saltflat.errors import NegativeCurvature, NotApplicable
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.cross_fit import NOTE, Line, cross_fit
 from saltflat.symmetries import (
     Group,
     Least,
-    NegativeCurvature,
     class_masses,
     least_trace,
     noisy_scaling,

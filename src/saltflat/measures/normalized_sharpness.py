@@ -12,9 +12,9 @@ from torch import Tensor
 
 from saltflat.convex import balance, components
 from saltflat.curvature import Layer, Quantity, mean_error
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidValue, NotApplicable
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.cross_fit import (
     NOTE,
     CrossFit,

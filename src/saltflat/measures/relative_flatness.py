@@ -9,9 +9,9 @@ from torch import Tensor
 
 from saltflat.checks import check_choice
 from saltflat.curvature import Kind, Layer, Quantity
-from saltflat.errors import InvalidValue, nearest
+from saltflat.errors import InvalidValue, NotApplicable, nearest
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need, NotApplicable
+from saltflat.measures.base import Context, Measure, Need
 
 
 @final

@@ -2,7 +2,6 @@
 
 from saltflat.symmetries.balance import (
     Least,
-    NegativeCurvature,
     class_masses,
     least_trace,
     noisy_scaling,
@@ -22,7 +21,6 @@ __all__ = [
     "Group",
     "Kind",
     "Least",
-    "NegativeCurvature",
     "answers",
     "change",
     "check_copy",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from saltflat.convex import Minimum, minimise
 from saltflat.curvature import diagonal as curvature_diagonal
-from saltflat.errors import ModelError
+from saltflat.errors import NegativeCurvature
 from saltflat.symmetries.element import Element, Exponents
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ Floats = NDArray[np.float64]
 _SURE = 4.0
 # Curvature may come out below zero by rounding; by more than this share of the largest it is real.
 _ROUNDING = 1e-10
-
-
-class NegativeCurvature(ModelError):
-    """Some parameters have negative curvature, so that the least trace may be −∞."""
 
 
 @final

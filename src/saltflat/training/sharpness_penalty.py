@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import Curvature, Quantity
-from saltflat.errors import InvalidValue, LossError, ModelError
+from saltflat.errors import InvalidValue, LossError, ModelError, NegativeCurvature
 from saltflat.losses import LossLike
 from saltflat.measures import Context, balance_layer
 from saltflat.risk import Risk, unwrap
-from saltflat.symmetries import Group, Least, NegativeCurvature, least_trace
+from saltflat.symmetries import Group, Least, least_trace
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
 
