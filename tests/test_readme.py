@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from saltflat.measures import table
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -72,3 +74,8 @@ def namespace() -> dict[str, Any]:
 def test_code_blocks(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), namespace())
+
+
+def test_the_table_of_measures_is_what_they_say() -> None:
+    """Print it anew with `python -c "from saltflat.measures import table; print(table())"`."""
+    assert table() in README

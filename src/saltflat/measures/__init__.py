@@ -1,7 +1,10 @@
 """The catalogue: the measures of the papers. MEASURES holds each under its name."""
 
+from typing import get_args
+
 from saltflat.curvature import Layer, Quantity
 from saltflat.errors import NotApplicable
+from saltflat.measurement import EVERY_RESCALING, Symmetry
 from saltflat.measures.ball_sharpness import AdaptiveSharpness, DeltaSharpness, SamSharpness
 from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.bn_sharpness import BNSharpness
@@ -34,6 +37,21 @@ MEASURES: dict[str, type[Measure]] = {
     "fisher_rao_norm": FisherRaoNorm,
 }
 
+
+def table() -> str:
+    """The catalogue in Markdown: names, formulas, invariance and sources, as the classes say."""
+    rows = ["| measure | formula | invariant to | from |", "|---|---|---|---|"]
+    for name, kind in MEASURES.items():
+        everything = kind.invariant_to == EVERY_RESCALING
+        moves = [each for each in get_args(Symmetry) if each in kind.invariant_to]
+        invariant = "every rescaling" if everything else ", ".join(moves) or "nothing"
+        source = ", ".join(filter(None, (kind.paper, kind.equation)))
+        rows.append(
+            f"| `{name}` | {kind.title.replace('|', chr(92) + '|')} | {invariant} | {source} |"
+        )
+    return "\n".join(rows)
+
+
 __all__ = [
     "MEASURES",
     "AdaptiveSharpness",
@@ -60,4 +78,5 @@ __all__ = [
     "Rho",
     "SamSharpness",
     "balance_layer",
+    "table",
 ]
