@@ -9,7 +9,7 @@ from torch import nn
 
 from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.settings import Settings
+from saltflat.curvature.plan import Settings
 from saltflat.risk import Risk
 
 

@@ -11,7 +11,7 @@ from units import Units, matrices, units
 
 from saltflat.curvature.curvature import Curvature, Found
 from saltflat.curvature.estimators import Hutchinson
-from saltflat.curvature.settings import Settings
+from saltflat.curvature.plan import Settings
 from saltflat.curvature.sweep import Kind
 from saltflat.risk import Risk
 

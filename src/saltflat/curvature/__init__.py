@@ -10,11 +10,10 @@ from saltflat.curvature.estimators import (
     mean_error,
 )
 from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify, derivatives_explained
-from saltflat.curvature.plan import Company
+from saltflat.curvature.plan import Certify, Company, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.proof import piecewise_linear
-from saltflat.curvature.recorder import Safe
-from saltflat.curvature.settings import Certify, Settings
+from saltflat.curvature.rules import Safe
 from saltflat.curvature.sweep import CURVATURE, FISHER, Kind
 
 __all__ = [

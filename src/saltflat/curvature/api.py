@@ -14,8 +14,8 @@ from torch import nn
 from saltflat.curvature.curvature import Curvature, Found
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.loss_hessian import derivatives_explained
+from saltflat.curvature.plan import Certify, Settings
 from saltflat.curvature.products import MatrixName
-from saltflat.curvature.settings import Certify, Settings
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.losses import LossLike
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace

@@ -32,10 +32,17 @@ from saltflat.curvature.estimators import (
     group_sizes,
 )
 from saltflat.curvature.loss_hessian import NotAdditive, classify, direction_count, repeats
-from saltflat.curvature.plan import GENERIC, UNUSED, NotCertified, Plan, Signature, plan_for
+from saltflat.curvature.plan import (
+    GENERIC,
+    UNUSED,
+    NotCertified,
+    Plan,
+    Settings,
+    Signature,
+    plan_for,
+)
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
-from saltflat.curvature.settings import Settings
 from saltflat.curvature.sweep import (
     CURVATURE,
     EVERY_PARAMETER,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from saltflat.curvature.recorder import Safe
+from saltflat.curvature.rules import Safe
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import scalar
 from saltflat.memory import out_of_memory

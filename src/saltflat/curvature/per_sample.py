@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from saltflat.curvature.recorder import Safe
+from saltflat.curvature.rules import Safe
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -29,14 +29,41 @@ from saltflat.curvature.contractions import Term, combine
 from saltflat.curvature.derivative import check_derivative, check_unreached
 from saltflat.curvature.loss_hessian import lacks_derivative
 from saltflat.curvature.proof import InPlace, Proof, prove
-from saltflat.curvature.recorder import Recorder, Safe
-from saltflat.curvature.rules import Rows, Use
-from saltflat.curvature.settings import Certify
+from saltflat.curvature.rules import Recorder, Rows, Safe, Use
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, alike, join
 from saltflat.session import full_precision
+
+Certify = Literal["proof", "probe", "none"]
+
+# On a CPU: a chunk's bytes.
+_LEAST, _MOST = 1 << 26, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the pass is carried out: what is sketched, what is probed, and in what portions."""
+
+    max_directions: int = 1000
+    memory_budget: int | None = None
+    certify: Certify = "proof"
+
+    def budget(self, device: torch.device, weights: int = 0) -> int:
+        """Bytes that one chunk may take, of a model with `weights` bytes of parameters.
+
+        A chunk reads every weight once for every direction, so large weights want large chunks;
+        for small ones a chunk that stays near the processor's cache is as fast.
+        """
+        if self.memory_budget is not None:
+            return self.memory_budget
+        if device.type == "cuda":
+            # What torch has set aside and not given out is free too.
+            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int((torch.cuda.mem_get_info(device)[0] + idle) // 2)
+        return min(_MOST, max(_LEAST, 64 * weights))
+
 
 GENERIC = "per-sample"
 UNUSED = "unused"

@@ -22,7 +22,7 @@ from saltflat.curvature.loss_hessian import (
     output_product,
 )
 from saltflat.curvature.plan import Company, NotCertified, Plan
-from saltflat.curvature.recorder import Safe
+from saltflat.curvature.rules import Safe
 from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.memory import halving

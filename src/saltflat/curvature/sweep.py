@@ -26,6 +26,7 @@ from saltflat.curvature.plan import (
     Company,
     NotCertified,
     Plan,
+    Settings,
     channels_last,
     close,
     coupled,
@@ -35,9 +36,7 @@ from saltflat.curvature.plan import (
     proof_of,
 )
 from saltflat.curvature.proof import Proof
-from saltflat.curvature.recorder import Recorder
-from saltflat.curvature.rules import Rows, Use
-from saltflat.curvature.settings import Settings
+from saltflat.curvature.rules import Recorder, Rows, Use
 from saltflat.geometry import Matrix
 from saltflat.losses import (
     BinaryCrossEntropy,
