@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from dense import second_derivatives
 from scaling_networks import BY_NAME, randomise
-from test_untouched import assert_untouched, fingerprint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from untouched import assert_untouched, fingerprint
 
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.errors import InvalidType, InvalidValue, ModelError, SaltflatError

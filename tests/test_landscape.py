@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from perturbed import compute, context_of, normed, points, relu, seeded, tiny, unflatten_all
-from test_untouched import assert_untouched, fingerprint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from untouched import assert_untouched, fingerprint
 
 import saltflat as sf
 from saltflat.errors import DataError

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.errors import NegativeCurvature
 from saltflat.symmetries import (
     Group,
-    NegativeCurvature,
     class_masses,
     least_trace,
     uniform_parameters,

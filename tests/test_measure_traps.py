@@ -11,8 +11,9 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.errors import NegativeCurvature
 from saltflat.measures import NormalizedSharpness, PaperRecipe
-from saltflat.symmetries import NegativeCurvature, least_trace
+from saltflat.symmetries import least_trace
 
 
 def data(n: int = 9) -> tuple[Tensor, Tensor]:

@@ -345,10 +345,10 @@ def test_relative_flatness_of_a_layer(name: str) -> None:
     layer = layers_of(HEAD_FIRST)[name]
     measures = partial(sf.measure, HEAD_FIRST.model(), HEAD_FIRST.data(), "cross_entropy")
     close(
-        measures([RelativeFlatness(layer=name)])["relative_flatness"].value,
+        measures(measures=[RelativeFlatness(layer=name)])["relative_flatness"].value,
         papers.relative_flatness(layer),
     )
-    simple = measures([RelativeFlatness(layer=name, simplified=True)])["relative_flatness"]
+    simple = measures(measures=[RelativeFlatness(layer=name, simplified=True)])["relative_flatness"]
     close(simple.value, layer.norm * layer.trace)
 
 

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.measures.base import NotApplicable
+from saltflat.errors import NotApplicable
 
 NAMES = ["hessian_trace", "minimum_sharpness", "neuronwise_minimum_sharpness"]
 

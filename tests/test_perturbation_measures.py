@@ -27,9 +27,9 @@ from perturbed import (
     unflatten,
     unflatten_all,
 )
-from test_untouched import assert_untouched, dressed, fingerprint
 from torch import Tensor, nn
 from torch.func import functional_call
+from untouched import assert_untouched, dressed, fingerprint
 
 from saltflat.errors import InvalidValue
 from saltflat.landscape import Ball, ascend

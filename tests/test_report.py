@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from cases import BY_NAME, Case, normal
 from rich.console import Console
-from test_untouched import assert_untouched, dressed, fingerprint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from untouched import assert_untouched, dressed, fingerprint
 
 import saltflat as sf
 from saltflat.measures import (

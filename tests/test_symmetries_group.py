@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scaling_networks import BY_NAME, answer, ready
-from test_untouched import assert_untouched, fingerprint
 from torch import Tensor, nn
+from untouched import assert_untouched, fingerprint
 
 from saltflat import InvalidType, InvalidValue, ModelError, zoo
 from saltflat.symmetries import Group, symmetries, verify
@@ -212,7 +212,7 @@ def test_tiny_variances_are_clipped_and_said() -> None:
 
 
 def test_the_model_is_left_as_found() -> None:
-    model = zoo.resnet.BasicBlock(2, 3, 1).train()
+    model = zoo.BasicBlock(2, 3, 1).train()
     example = torch.randn(2, 2, 5, 5)
     before = fingerprint(model)
     group = symmetries(model, example, output=lambda out: out)

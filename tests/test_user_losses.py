@@ -13,8 +13,7 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.errors import CriterionError, NoSecondDerivative
-from saltflat.measures.base import NotApplicable
+from saltflat.errors import CriterionError, NoSecondDerivative, NotApplicable
 
 DECAY = 0.05
 X = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -288,7 +287,7 @@ MARGINS: dict[str, Loss] = {
 @pytest.mark.parametrize("loss", MARGINS.values(), ids=MARGINS)
 def test_losses_without_a_second_derivative(loss: Loss, call, curvature: str) -> None:
     with pytest.raises(NoSecondDerivative, match="multi_margin_loss_backward") as caught:
-        call(network(), (X, Y), loss, curvature)
+        call(network(), (X, Y), loss, curvature=curvature)
     assert isinstance(caught.value, sf.LossError)
     assert "sam_sharpness" in str(caught.value)
 

@@ -457,12 +457,20 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
         return
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    # By their own context, which works also where someone has locked the flags.
+    flags = cudnn.flags(
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.benchmark_limit,
+        cudnn.deterministic,
+        allow_tf32=False,
+    )
     try:
-        yield
+        with flags:
+            yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        matmul.allow_tf32 = before
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from saltflat.curvature.rules import Safe
 from saltflat.errors import LossError, ModelError
@@ -145,11 +145,11 @@ def _some(tensor: Tensor) -> Tensor:
 def check_bend(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: Batch) -> None:
     """Refuse a user's loss whose second derivative in the outputs is not its gradient's slope.
 
-    One that casts to few digits is not judged.
+    One that casts to few digits, or holds tensors on a GPU, is not judged.
     """
-    at = outputs.double()
+    at, targets = _on_cpu(outputs.double()), _on_cpu(batch.targets)
     try:
-        found = [list(_bends(call, at + s * _noise(at, 3), batch.targets)) for s in (0.0, 1e-3)]
+        found = [list(_bends(call, at + s * _noise(at, 3), targets)) for s in (0.0, 1e-3)]
     except (RuntimeError, ValueError):
         return  # it does not take such outputs
     tried = [each for some in found for each in some if all(map(isfinite, each))]
@@ -202,14 +202,16 @@ def check_slope(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: 
     """Refuse a user's loss whose gradient in the outputs is not its slope.
 
     Asked where the outputs are and a little way off them, where no hinge has its kink. A loss that
-    does not take such outputs (probabilities above one, another precision) is not judged by them.
+    does not take such outputs (probabilities above one, another precision) is not judged by them;
+    it is asked on the CPU, because on a GPU it could not refuse them without breaking the process.
     """
     compared: list[tuple[float, float]] = []
+    outputs, targets = _on_cpu(outputs), _on_cpu(batch.targets)
     for wide, how in ((outputs.double(), _FINE), (outputs, _COARSE)):
         for shift in (0.0, 1e-3):
             at = wide + shift * _noise(wide, 3)
             try:
-                found = list(_slopes(call, at, batch.targets, how))
+                found = list(_slopes(call, at, targets, how))
             except (RuntimeError, ValueError):
                 continue
             if any(how.same(said, slope, noise) for said, slope, noise in found):
@@ -226,6 +228,10 @@ def check_slope(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: 
             "in truth moves with the outputs (a focal weight, a pseudo-label). Let gradients "
             "through, or compute that part beforehand and pass it among the targets."
         )
+
+
+def _on_cpu(content: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.cpu, content)
 
 
 def _slopes(
