@@ -355,7 +355,7 @@ def _slope(
     """The central difference of ⟨cotangent, outputs⟩ along a direction of `moved`."""
     ends = []
     for signed in (step, -step):
-        with _shifted(moved, direction, signed):
+        with _shifted(moved, direction, signed), Safe():
             outputs = risk.forward(batch).detach()
         ends.append(float((outputs.double() * cotangent.double()).sum()))
     return (ends[0] - ends[1]) / (2 * step)
