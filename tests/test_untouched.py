@@ -207,7 +207,7 @@ def test_wrapped_models(wrap: str) -> None:
     model.training = True
     before = fingerprint(model)
     sf.trace(model, data)
-    sf.symmetries(model, data[0])
+    sf.symmetries(model, data[0].to(next(model.parameters()).device))
     assert_untouched(model, before)
 
 
