@@ -98,6 +98,31 @@ def test_rows_of_large_parameters(dtype: torch.dtype) -> None:
         sf.trace(Interleaved().to(dtype), data(dtype))
 
 
+class Asleep(nn.Module):
+    """Most parameters have no gradient: branches behind a gain of zero, as many networks start."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc, self.how = nn.Linear(4, 8), nn.Linear(8, 3), how
+        self.branches = nn.ModuleList(nn.Linear(4, 8) for _ in range(5))
+        self.gain = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        branches = sum(branch(x) for branch in self.branches)
+        result: Tensor = self.fc((self.how(h) + self.gain * branches).relu())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_where_most_parameters_have_no_gradient(dtype: torch.dtype) -> None:
+    wrong = Asleep(lambda h: h + (3 * h.sin() - h).detach()).to(dtype)
+    with pytest.raises(sf.ModelError, match=r"along body\.weight"):
+        sf.trace(wrong, data(dtype))
+    assert sf.trace(Asleep(lambda h: 3 * h).to(dtype), data(dtype)).exact
+
+
 def test_what_is_below_may_be_left_out() -> None:
     """The parameters above are differentiated rightly."""
     model = Between(WRONG["reversed"])

@@ -200,6 +200,29 @@ def test_parts_of_parts_keep_what_is_shared() -> None:
     assert [len(t) for t in part.part(1, 4).leaves()] == [3, 4, 3]
 
 
+class Sized(nn.Module):
+    """Takes two numbers that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        return self.head(x[:, : size[0], : size[1]].mean(1))
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_as_many_samples_as_shared_numbers(budget: int | None) -> None:
+    x, model = inputs(5, 4), Sized()
+    data = [((x[a:b], (3, 4)), Y[a:b]) for a, b in ((0, 9), (9, 18), (18, 20))]
+    oracle = Dense(model, (x[:20], (3, 4)), Y[:20])
+    result = sf.trace(model, data, memory_budget=budget)
+    assert result.details["head.weight"].rule == "linear"
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
 class Worded(nn.Module):
     """Takes lengths as a list of integers."""
 

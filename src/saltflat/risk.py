@@ -232,6 +232,7 @@ class Risk:
         self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
         self._counted: dict[int, str] = {}  # leaf -> the batch that showed a row for each sample
         self._shared: set[int] = set()  # leaves that samples share
+        self._leaves: int | None = None  # of the first batch
         self._start: RandomState | None = None
         self._passes = 0
 
@@ -389,7 +390,12 @@ class Risk:
         inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
         targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
         size = _size(inputs, targets, where)
-        inputs, targets = with_entries(inputs, size), with_entries(targets, size)
+        lists = with_entries(inputs, size), with_entries(targets, size)
+        leaves = len(tree_leaves(lists))
+        if self._leaves is None:
+            self._leaves = leaves
+        if leaves == self._leaves:  # otherwise there are as many samples as shared numbers
+            inputs, targets = lists
         rows = self._rows(tree_leaves((inputs, targets)), size, where)
         return Batch(inputs, targets, size, where, rows)
 

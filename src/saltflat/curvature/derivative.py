@@ -303,7 +303,8 @@ def _direction(
     bare = lengths.new_tensor([parameters[n].numel() ** 0.5 for n in names])
     own = torch.where(own > 0, own, bare)
     share = own * lengths  # what each adds to the slope
-    middle = share.median()
+    felt = share[share > 0]  # the others would make nothing of these
+    middle = (felt if felt.numel() else share).median()
     raised = (middle / share).clamp(1, 30)  # not far: slopes are those of small steps
     scale = own / lengths * torch.where(share > 10 * middle, 10 * middle / share, raised)
     scale = torch.where((lengths > 0) & scale.isfinite(), scale, 0.0)
