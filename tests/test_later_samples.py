@@ -321,7 +321,7 @@ class Whispering(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gain", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("gain", [1.0, 1e-2, 1e-4, 1e-5])
 def test_parameters_that_add_little_are_looked_at(gain: float, dtype: torch.dtype) -> None:
     with pytest.raises(sf.ModelError, match=r"along side\.weight"):
         sf.trace(Whispering(gain).to(dtype), (inputs(5).to(dtype), Y))

@@ -448,7 +448,8 @@ def test_losses_with_kinks_are_differentiated(loss: Loss, dtype: torch.dtype) ->
     sf.trace(model, (X.to(dtype), Y), loss, estimator=sf.Hutchinson(4))
 
 
-def test_a_large_term_does_not_hide_a_masked_mean() -> None:
+@pytest.mark.parametrize("offset", [0.0, 1e12])
+def test_a_large_term_does_not_hide_a_masked_mean(offset: float) -> None:
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
     labelled = (torch.arange(64) % 6 == 0) | (torch.arange(64) >= 32)
     y = torch.stack([200 + 100 * x[:, 0], torch.arange(64) % 3, labelled], 1)
@@ -456,7 +457,7 @@ def test_a_large_term_does_not_hide_a_masked_mean() -> None:
     def loss(o: Tensor, y: Tensor) -> Tensor:
         each = F.cross_entropy(o[:, 1:], y[:, 1].long(), reduction="none")
         masked = (each * y[:, 2]).sum() / y[:, 2].sum().clamp(min=1)
-        return F.mse_loss(o[:, 0], y[:, 0]) + masked
+        return F.mse_loss(o[:, 0], y[:, 0]) + masked + offset
 
     model = network().float()
     oracle = Dense(model, x, y, loss)
