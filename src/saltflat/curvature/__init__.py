@@ -9,7 +9,7 @@ from saltflat.curvature.estimators import (
     degrees_of_freedom,
     mean_error,
 )
-from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify, derivatives_explained
+from saltflat.curvature.loss_hessian import Additivity, classify, derivatives_explained
 from saltflat.curvature.plan import Certify, Company, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.proof import piecewise_linear
@@ -28,7 +28,6 @@ __all__ = [
     "Kind",
     "Layer",
     "MatrixName",
-    "NotAdditive",
     "Quantity",
     "Safe",
     "Settings",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from math import inf, isfinite, nan
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ from saltflat.curvature.estimators import (
     estimate_form,
     group_sizes,
 )
-from saltflat.curvature.loss_hessian import NotAdditive, classify, direction_count, repeats
+from saltflat.curvature.loss_hessian import classify, direction_count, repeats
 from saltflat.curvature.plan import (
     GENERIC,
     UNUSED,
-    NotCertified,
     Plan,
+    Refutation,
     Settings,
     Signature,
     plan_for,
@@ -51,7 +51,6 @@ from saltflat.curvature.sweep import (
     Kind,
     Pass,
     Requests,
-    TooManyDirections,
     feature_scale,
     fetched,
 )
@@ -73,6 +72,7 @@ from saltflat.result import Certificate, Detail
 from saltflat.risk import Batch, Risk, alike, join
 
 Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
+Result = TypeVar("Result")
 
 # Groups of draws that are kept of an estimate, to tell the error of what is made of it.
 _GROUPS = 20
@@ -86,6 +86,7 @@ class Found:
     totals: dict[Kind, float] = field(default_factory=dict)
     errors: dict[Kind, float] = field(default_factory=dict)
     degrees: dict[Kind, float] = field(default_factory=dict)
+    samples: int = 0  # that were swept over, not sketched
     certificate: Certificate | None = None
     matrices: Mapping[str, Matrix] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -176,10 +177,10 @@ class Curvature:
             self.loss = _told_apart(risk, outputs, few)
         return plan
 
-    def _weaken(self, plan: Plan, reason: NotCertified | NotAdditive) -> Plan:
+    def _weaken(self, plan: Plan, refutation: Refutation) -> Plan:
         """The plan, or the loss, after a chunk showed that it is not what it seemed."""
-        if isinstance(reason, NotCertified):
-            return _weaker(plan, reason.plan)
+        if refutation.plan is not None:
+            return _weaker(plan, refutation.plan)
         assert isinstance(self.loss, CustomLoss)
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
@@ -191,13 +192,8 @@ class Curvature:
         plan = self.look(first)
         stream: Iterable[Batch] = chain([first], batches)
         blocks = _Blocks(self, kinds, groups)
-        while True:
-            try:
-                found = blocks.find(plan, stream, first)
-                break
-            except (NotCertified, NotAdditive) as reason:
-                plan = self._weaken(plan, reason)
-            stream = self.risk.batches()
+        while isinstance(found := blocks.find(plan, stream, first), Refutation):
+            plan, stream = self._weaken(plan, found), self.risk.batches()
         self.warnings += [w for w in found.warnings if w not in self.warnings]
         self._first = self._first or found
         return found
@@ -220,35 +216,39 @@ class Curvature:
         """(λ, residual norm, unit eigenvector) of the blocks `names` together."""
         key = (*names,), tol
         if key not in self._eigenvalues:
-            parameters = {name: self.risk.parameters[name] for name in names}
-            plan = self.look()
-            while key not in self._eigenvalues:
-                try:
-                    product = self.products(names, plan)
-                    self._eigenvalues[key] = spectrum.largest(product, parameters, tol, self.seed)
-                except (NotCertified, NotAdditive) as reason:
-                    plan = self._weaken(plan, reason)
+            like = {name: self.risk.parameters[name] for name in names}
+            self._eigenvalues[key] = self._by_products(
+                names, lambda product: spectrum.largest(product, like, tol, self.seed)
+            )
         return self._eigenvalues[key]
 
     def column_eigenvalues(self, layer: Layer, tol: float) -> Tensor:
         """The largest eigenvalue of the block of each input unit's column; 0 for columns of 0."""
-        plan = self.look()
         name, matrix = layer.parameter, layer.matrix
-        product = self.products([name], plan)
-        count = len(matrix.columns(layer.weight))
         groups, outputs, inputs, kernel = matrix.grouped(layer.weight).shape
-        found = torch.zeros(count, dtype=torch.float64)
-        for j in matrix.columns(layer.weight.abs()).nonzero().flatten().tolist():
+        like = {name: layer.weight.new_empty(outputs, kernel)}
 
-            def column(v: Mapping[str, Tensor], j: int = j) -> dict[str, Tensor]:
-                whole = v[name].new_zeros(groups, outputs, inputs, kernel)
-                whole[j // inputs, :, j % inputs] = v[name]
-                image = product({name: matrix.ungrouped(whole, layer.weight.shape)})[name]
-                return {name: matrix.grouped(image)[j // inputs, :, j % inputs]}
+        def of_columns(product: Products) -> Tensor:
+            values = torch.zeros(groups * inputs, dtype=torch.float64)
+            for j in matrix.columns(layer.weight.abs()).nonzero().flatten().tolist():
 
-            like = {name: layer.weight.new_empty(outputs, kernel)}
-            found[j] = spectrum.largest(column, like, tol, self.seed)[0]
-        return found
+                def column(v: Mapping[str, Tensor], j: int = j) -> dict[str, Tensor]:
+                    whole = v[name].new_zeros(groups, outputs, inputs, kernel)
+                    whole[j // inputs, :, j % inputs] = v[name]
+                    image = product({name: matrix.ungrouped(whole, layer.weight.shape)})[name]
+                    return {name: matrix.grouped(image)[j // inputs, :, j % inputs]}
+
+                values[j] = spectrum.largest(column, like, tol, self.seed)[0]
+            return values
+
+        return self._by_products([name], of_columns)
+
+    def _by_products(self, names: Sequence[str], task: Callable[[Products], Result]) -> Result:
+        """What a task makes of products with blocks, by the plan that holds for them."""
+        plan = self.look()
+        while isinstance(result := self.products(names, plan).serve(task), Refutation):
+            plan = self._weaken(plan, result)
+        return result
 
     def products(self, names: Sequence[str], plan: Plan) -> Products:
         """v ↦ C v for some of the blocks."""
@@ -288,7 +288,7 @@ class _Blocks:
         self.estimator, self.settings = curvature.estimator, curvature.settings
         self.reasons: dict[str, str] = {}
 
-    def find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Found:
+    def find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Found | Refutation:
         names = list(self.risk.parameters)
         reason = self._joint_reason(plan)
         linear = self.matrix == "ggn"
@@ -296,21 +296,23 @@ class _Blocks:
         self.reasons = dict.fromkeys(names, reason) if reason else self._linearity(plan)
         self.weights = self._weights(plan)
         found = Found(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
-        samples = 0
+        refutation: Refutation | None = None
         requests = self._requests(names, CURVATURE)
         fisher = {} if reason else self._requests(names, FISHER)
         nothing = frozenset[Kind]()
         sweep = {n: fisher.get(n, nothing) for n in names}
         sweep |= {n: sweep[n] | requests.get(n, nothing) for n in exact}
         if wanted := {n: kinds for n, kinds in sweep.items() if kinds}:
-            samples = self._exact(found, wanted, plan, stream, first)
+            refutation = self._exact(found, wanted, plan, stream, first)
         rest = [n for n in names if n not in exact and requests.get(n)]
-        if rest:
-            self._probe(found, rest, plan)
+        if rest and not refutation:
+            refutation = self._probe(found, rest, plan)
+        if refutation:
+            return refutation
         for kind, entries in found.entries.items():
             found.entries[kind] = {name: entries[name] for name in names if name in entries}
         found.certificate = Certificate(
-            samples, {n: n not in plan.curved for n in names}, self._linearity(plan)
+            found.samples, {n: n not in plan.curved for n in names}, self._linearity(plan)
         )
         if self._reduced_precision():
             found.notes.append("TensorFloat-32 is on: about three digits of every value are right")
@@ -378,21 +380,22 @@ class _Blocks:
 
     def _exact(
         self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch], first: Batch
-    ) -> int:
+    ) -> Refutation | None:
         assert isinstance(self.whole.loss, Loss)
         like = torch.empty(first.size, *plan.outputs, device="meta")
         count = direction_count(self.whole.loss, like, first.targets)
         curved = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
-        try:
-            if curved and count > self.settings.max_directions:
-                raise TooManyDirections(count)
-            return self._sweep(found, requests, plan, stream)
-        except TooManyDirections as many:
-            self._sketch(found, curved, plan, many.count)
+        if not curved or count <= self.settings.max_directions:
+            refutation = self._sweep(found, requests, plan, stream)
+            if refutation is None or not refutation.directions:
+                return refutation
+            count = refutation.directions
+        refutation = self._sketch(found, curved, plan, count)
         fisher = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
-        if fisher:
-            self._sweep(found, fisher, plan, self.risk.batches())
-        return 0
+        if fisher and not refutation:
+            refutation = self._sweep(found, fisher, plan, self.risk.batches())
+            found.samples = 0
+        return refutation
 
     def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
         assert isinstance(self.whole.loss, Loss)
@@ -406,16 +409,21 @@ class _Blocks:
             draw=draw,
         )
 
-    def _sweep(self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch]) -> int:
+    def _sweep(
+        self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch]
+    ) -> Refutation | None:
         sweep = self._pass(requests)
-        values = fetched(sweep.run(stream, plan))
+        sums = sweep.run(stream, plan)
+        if isinstance(sums, Refutation):
+            return sums
+        values, found.samples = fetched(sums), sweep.samples
         nothing = torch.zeros(())
         for ((kind, name), value), total in zip(values.items(), _sums(values), strict=True):
             rule = ", ".join(sorted(sweep.rules[name] - {UNUSED})) or UNUSED
             found.add(kind, name, Detail(value, True, nothing, rule, self._why(name, rule)))
             found.totals[kind] = found.totals.get(kind, 0.0) + total
         self._doubt(found, plan, sweep.samples)
-        return sweep.samples
+        return None
 
     def _doubt(self, found: Found, plan: Plan, samples: int) -> None:
         """What was only probed is not exact, and nobody knows its error."""
@@ -438,11 +446,15 @@ class _Blocks:
             reason += "; no fast rule fits, so its per-sample gradients are written out"
         return reason
 
-    def _sketch(self, found: Found, requests: Requests, plan: Plan, count: int) -> None:
+    def _sketch(
+        self, found: Found, requests: Requests, plan: Plan, count: int
+    ) -> Refutation | None:
         draws: dict[Kind, Draws] = {}
         for k in range(self.estimator.probes):
             sweep = self._pass(requests, Draw(self.estimator.seed * 1_000_003 + k))
             values = sweep.run(self.risk.batches(), plan)
+            if isinstance(values, Refutation):
+                return values
             for kind in {kind for kind, _ in values}:
                 each = draws.setdefault(kind, Draws(self.estimator.groups(kind, self.groups)))
                 each.add({name: v for (k, name), v in values.items() if k == kind})
@@ -457,21 +469,28 @@ class _Blocks:
                 found, kind, drawn.estimate(), plan.rules, dict.fromkeys(requests, note)
             )
         self._doubt(found, plan, sweep.samples)
+        return None
 
-    def _probe(self, found: Found, names: list[str], plan: Plan) -> None:
-        products = self.whole.products(names, plan)
+    def _probe(self, found: Found, names: list[str], plan: Plan) -> Refutation | None:
         shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
+        entries = sum(shape.numel() for shape, _ in shapes.values())
         rules = dict.fromkeys(names, "probes")
         plain = self.kinds & EVERY_PARAMETER
         if plain:
-            estimates = self.estimator.estimate(products, shapes, plain, self.groups)
+            estimates = self.whole.products(names, plan).serve(
+                lambda product: self.estimator.estimate(product, shapes, plain, self.groups)
+            )
+            if isinstance(estimates, Refutation):
+                return estimates
             for kind in plain:
                 self._estimated(found, kind, estimates[kind], rules, self.reasons)
         weights = {n: w for n, w in self.weights.items() if n in names}
         for kind in [k for k in FORMS if k in self.kinds and weights]:
-            entries = sum(shape.numel() for shape, _ in shapes.values())
             in_full = entries <= self.estimator.probes  # as for traces and diagonals
-            self._probe_form(found, kind, weights, plan, in_full)
+            form = self._probe_form(kind, weights, plan, in_full)
+            if isinstance(form, Refutation):
+                return form
+            self._estimated(found, kind, form, rules, self.reasons)
         written = all(
             entries[n].exact for entries in found.entries.values() for n in names if n in entries
         )
@@ -479,15 +498,18 @@ class _Blocks:
             found.notes.append(self._written(names))
         else:
             found.say(self._probed(names, plan))
+        return None
 
     def _probe_form(
-        self, found: Found, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
-    ) -> None:
+        self, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
+    ) -> Estimate | Refutation:
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
-        products = self.whole.products(list(weights), plan)
-        result = estimate_form(products, weights, FORMS[kind], self.estimator, self.groups, in_full)
-        self._estimated(found, kind, result, dict.fromkeys(weights, "probes"), self.reasons)
+        return self.whole.products(list(weights), plan).serve(
+            lambda product: estimate_form(
+                product, weights, FORMS[kind], self.estimator, self.groups, in_full
+            )
+        )
 
     def _written(self, names: list[str]) -> str:
         why = "; ".join(sorted({self.reasons[n] for n in names}))

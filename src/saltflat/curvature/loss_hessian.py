@@ -271,10 +271,6 @@ def _cast(samples: Batch, dtype: torch.dtype) -> Batch:
     return replace(samples, inputs=inputs, targets=targets)
 
 
-class NotAdditive(Exception):
-    """A loss that was taken for a mean or sum over samples turned out not to be one."""
-
-
 def classify(
     call: Callable[..., Tensor],
     outputs: Tensor,
@@ -408,27 +404,26 @@ class Additivity:
         self.gallery: list[Batch] = []  # outputs of the model, with their targets
         self.entries = 0
 
-    def check(self, outputs: Tensor, batch: Batch) -> None:
-        """Look at one chunk."""
+    def holds(self, outputs: Tensor, batch: Batch) -> bool:
+        """Whether it is one on this chunk."""
         here = batch.answered(outputs.detach())
         value, again = (self.loss.value(here.inputs, here.targets) for _ in range(2))
         if not torch.isfinite(value):
             raise DataError(f"The loss {self.loss.name} is not finite on {batch.where}.")
         repeats(self.loss.name, value, again, batch.where)
-        self._insist(here)
         alike = not self.gallery or self.gallery[0].inputs.shape[1:] == outputs.shape[1:]
         if alike and self.entries + outputs.numel() <= _GALLERY:
             self.gallery.append(here)
             self.entries += outputs.numel()
+        return self._of(here)
 
-    def finish(self) -> None:
-        """Look at all of them together."""
-        if len(self.gallery) > 1 and alike(self.gallery):
-            self._insist(join(self.gallery))
+    def holds_together(self) -> bool:
+        """Whether it is one on all chunks together."""
+        several = len(self.gallery) > 1 and alike(self.gallery)
+        return not several or self._of(join(self.gallery))
 
-    def _insist(self, samples: Batch) -> None:
-        if not (_adds_up(self.loss, samples) and _apart(self.loss, samples)):
-            raise NotAdditive
+    def _of(self, samples: Batch) -> bool:
+        return _adds_up(self.loss, samples) and _apart(self.loss, samples)
 
 
 _GALLERY = 1 << 24

@@ -117,12 +117,14 @@ class Plan:
         )
 
 
-class NotCertified(Exception):
-    """A chunk showed that the model is not what the first samples said."""
+@final
+@dataclass(frozen=True, slots=True)
+class Refutation:
+    """What a chunk showed that the first samples had not."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
+    plan: Plan | None = None  # the model is what this plan says
+    joint: bool = False  # the loss is neither a mean nor a sum over samples
+    directions: int = 0  # a sample has so many, more than are sent one by one
 
 
 def fits(use: Use, rows: Rows) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from saltflat.curvature.loss_hessian import (
     lacks_derivative,
     output_product,
 )
-from saltflat.curvature.plan import Company, NotCertified, Plan
+from saltflat.curvature.plan import Company, Plan, Refutation
 from saltflat.curvature.rules import Safe
 from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
@@ -30,6 +30,11 @@ from saltflat.risk import Batch, Risk, join
 
 MatrixName = Literal["hessian", "ggn"]
 Vector = Mapping[str, Tensor]
+Result = TypeVar("Result")
+
+
+class _Refuted(Exception):
+    """Carries a refutation out of whatever asks for products, to `Products.serve`."""
 
 
 @final
@@ -53,6 +58,14 @@ class Products:
         self._unchecked = isinstance(loss, CustomLoss)
         self._calls = 0
         self._company = Company(risk)
+
+    def serve(self, task: Callable[[Products], Result]) -> Result | Refutation:
+        """What a task makes of products, or what the first of these refuted."""
+        try:
+            return task(self)
+        except _Refuted as refuted:
+            refutation: Refutation = refuted.args[0]
+            return refutation
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """C v, in float64."""
@@ -92,8 +105,8 @@ class Products:
             additivity = Additivity(loss)
         for batch in self._chunks():
             outputs = self._forward(batch)
-            if additivity is not None:
-                additivity.check(outputs, batch)
+            if additivity is not None and not additivity.holds(outputs, batch):
+                raise _Refuted(Refutation(joint=True))
             normaliser += loss.normaliser(outputs, batch.targets)
             if self.matrix == "hessian":
                 total = loss.total(outputs, batch.targets)
@@ -106,7 +119,8 @@ class Products:
                 parts = self._grad(outputs, bent)
             _accumulate(sums, parts)
         if additivity is not None:
-            additivity.finish()
+            if not additivity.holds_together():
+                raise _Refuted(Refutation(joint=True))
             self._unchecked = False
         return [s / divisor(loss, normaliser) for s in sums]
 
@@ -155,7 +169,7 @@ class Products:
         if self._calls == 0:  # later products have the same graphs
             insist_on_derivatives(outputs, self.parameters.values())
             if not self.plan.coupled and not self._company.is_indifferent(batch, outputs):
-                raise NotCertified(replace(self.plan, coupled=True))
+                raise _Refuted(Refutation(replace(self.plan, coupled=True)))
         return outputs
 
     def _zeros(self) -> list[Tensor]:

@@ -24,8 +24,8 @@ from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
     GENERIC,
     Company,
-    NotCertified,
     Plan,
+    Refutation,
     Settings,
     channels_last,
     close,
@@ -214,14 +214,6 @@ Requests = Mapping[str, frozenset[Kind]]  # parameter -> what is wanted of it
 Directions = tuple[frozenset[Kind], Tensor, Tensor | None]  # what for, columns, their signs
 
 
-class TooManyDirections(Exception):
-    """A batch has more directions a sample than are to be sent one by one."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-
 @final
 class Pass:
     """One sweep over the data for the blocks `names`; `sums` and `normaliser` hold the result."""
@@ -251,14 +243,17 @@ class Pass:
         self._generic: PerSample | None = None
         self._size: int | None = None  # samples a chunk, once memory has run out
 
-    def run(self, batches: Iterable[Batch], first: Plan) -> dict[tuple[Kind, str], Tensor]:
+    def run(
+        self, batches: Iterable[Batch], first: Plan
+    ) -> dict[tuple[Kind, str], Tensor] | Refutation:
         """Σ over all samples, divided by the loss's normaliser; `first` plans the first batch."""
         for index, batch in enumerate(batches):
             known = index == 0 and batch.size > 1
             plan = first if known else plan_for(self.risk, batch, self.settings.certify)
-            self._batch(batch, index, plan)
-        if self._additivity is not None:
-            self._additivity.finish()
+            if refutation := self._batch(batch, index, plan):
+                return refutation
+        if self._additivity is not None and not self._additivity.holds_together():
+            return Refutation(joint=True)
         scale = divisor(self.loss, self.normaliser)
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
@@ -275,14 +270,14 @@ class Pass:
         size = shape(kind, parameter, self.weights.get(name))
         return torch.zeros(size, dtype=torch.float64, device=parameter.device)
 
-    def _batch(self, batch: Batch, index: int, plan: Plan) -> None:
+    def _batch(self, batch: Batch, index: int, plan: Plan) -> Refutation | None:
         start, looked = 0, -1  # `looked`: the chunk that was probed as a whole
         while start < batch.size:
             size = min(self._size or self._chunk(plan, batch), batch.size - start)
             chunk = batch.part(start, start + size)
             self._pending = {}
             try:
-                normaliser, counted = self._samples(chunk, index, start, plan)
+                done = self._samples(chunk, index, start, plan)
             except RuntimeError as error:
                 if plan.channels_last and not out_of_memory(error):
                     plan = replace(plan, channels_last=False)  # it may not bear that layout
@@ -293,18 +288,21 @@ class Pass:
                 if self.risk.device.type == "cuda":
                     torch.cuda.empty_cache()
                 continue
+            if isinstance(done, Refutation):
+                return done
             awake = (v for (_, name), v in self._pending.items() if name in plan.unseen)
             if looked != start and any(bool(value.any()) for value in awake):
                 # Now there is something to see.
                 plan, looked = probe(self.risk, chunk, self.settings.certify), start
                 continue
             self.samples += size
-            self.normaliser += normaliser
-            self.counted += counted
+            self.normaliser += done[0]
+            self.counted += done[1]
             for key in list(self._pending):
                 value, known = self._pending.pop(key), self.sums.get(key)
                 self.sums[key] = value.double() if known is None else known.add_(value)
             start += size
+        return None
 
     def _chunk(self, plan: Plan, batch: Batch) -> int:
         """How many samples fit: graph, deltas of some directions, patches, output Hessians.
@@ -327,7 +325,9 @@ class Pass:
         weights = sum(p.numel() * p.element_size() for p in self.risk.parameters.values())
         return self.settings.budget(self.risk.device, weights)
 
-    def _samples(self, chunk: Batch, index: int, first: int, plan: Plan) -> tuple[float, int]:
+    def _samples(
+        self, chunk: Batch, index: int, first: int, plan: Plan
+    ) -> tuple[float, int] | Refutation:
         """Put the chunk's sums into `_pending`; return its part of the normaliser, and how many
         samples count."""
         if plan.channels_last:
@@ -335,14 +335,13 @@ class Pass:
         with Recorder(self.risk.parameters) as recorder:
             outputs = self.risk.forward(chunk)
         self.risk.check(outputs, chunk)
-        if index == 0 and first == 0:
-            self._insist_on_outputs(plan, outputs)
-        plan = self._plan(plan, chunk, outputs, recorder.uses)
-        if not self._company.is_indifferent(chunk, outputs):
-            raise NotCertified(replace(plan, coupled=True))
+        if index == 0 and first == 0 and not _as_probed(plan, outputs):
+            return Refutation(replace(plan, coupled=True))
+        proof = proof_of(self.risk, chunk, outputs)
+        plan = self._plan(plan, chunk, outputs, recorder.uses, proof)
+        if refutation := self._refutation(plan, chunk, outputs, proof):
+            return refutation
         normaliser = self.loss.normaliser(outputs, chunk.targets)
-        if self._additivity is not None:
-            self._additivity.check(outputs, chunk)
         sweeps = [self._gradient(outputs, chunk)] if self._wants(FISHER) else []
         if self._wants(CURVATURE):
             sweeps.append(self._curvature(outputs, chunk, index, first, plan))
@@ -366,33 +365,35 @@ class Pass:
         self, outputs: Tensor, chunk: Batch, index: int, first: int, plan: Plan
     ) -> Iterator[Directions]:
         """The directions of the loss's Hessian."""
-        count = direction_count(self.loss, outputs, chunk.targets)
-        if self.draw is None and count > self.settings.max_directions:
-            raise TooManyDirections(count)
         sides = factor(self.loss, outputs, chunk, sketched=self.draw is not None)
         for columns, sign in self._columns(sides, outputs, index, first, plan):
             yield CURVATURE, columns, sign
 
-    def _insist_on_outputs(self, plan: Plan, outputs: Tensor) -> None:
-        """The probed samples have the outputs that they had without the rest of their chunk."""
-        here = [k for k in plan.places if k < len(outputs)]
-        known = plan.seen[: len(here)]
-        if plan.seen.shape[1:] == outputs.shape[1:] and not close(outputs[here], known):
-            raise NotCertified(replace(plan, coupled=True))
-
-    def _plan(self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use]) -> Plan:
+    def _plan(
+        self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use], proof: Proof
+    ) -> Plan:
         """The plan that holds for this chunk: found anew where the given one does not."""
-        proof = proof_of(self.risk, chunk, outputs)
         if not plan.serves(uses, chunk.size) or proof.reached - plan.reached:
-            plan = probe(self.risk, chunk, self.settings.certify)
-        else:
-            plan = self._checked(plan, chunk, outputs, uses, proof)
+            return probe(self.risk, chunk, self.settings.certify)
+        return self._checked(plan, chunk, outputs, uses, proof)
+
+    def _refutation(
+        self, plan: Plan, chunk: Batch, outputs: Tensor, proof: Proof
+    ) -> Refutation | None:
+        """What this chunk is not, if that is more than the sweep can do with."""
+        wanted = self._wants(CURVATURE)
         known = replace(plan, curved={**proof.curved, **plan.curved})
-        if plan.coupled or (
-            self.must_be_linear and not all(known.allows(n) for n in self._wants(CURVATURE))
-        ):
-            raise NotCertified(known)
-        return plan
+        if plan.coupled or (self.must_be_linear and not all(map(known.allows, wanted))):
+            return Refutation(known)
+        if not self._company.is_indifferent(chunk, outputs):
+            return Refutation(replace(plan, coupled=True))
+        if self._additivity is not None and not self._additivity.holds(outputs, chunk):
+            return Refutation(joint=True)
+        if wanted and self.draw is None:
+            count = direction_count(self.loss, outputs, chunk.targets)
+            if count > self.settings.max_directions:
+                return Refutation(directions=count)
+        return None
 
     def _checked(
         self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use], proof: Proof
@@ -510,6 +511,13 @@ class Pass:
             key = kind, name
             waiting = self._pending.get(key)
             self._pending[key] = value if waiting is None else waiting.double().add_(value)
+
+
+def _as_probed(plan: Plan, outputs: Tensor) -> bool:
+    """Whether the probed samples have the outputs that they had without the rest of their chunk."""
+    here = [k for k in plan.places if k < len(outputs)]
+    known = plan.seen[: len(here)]
+    return plan.seen.shape[1:] != outputs.shape[1:] or close(outputs[here], known)
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from saltflat.curvature import Additivity, Hutchinson, NotAdditive, classify
+from saltflat.curvature import Additivity, Hutchinson, classify
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch
@@ -293,13 +293,9 @@ def _settle(loss: Loss | Callable[..., Tensor], outputs: Tensor, targets: Any) -
         return CustomLoss(loss, mean=True)  # the penalty is NaN either way
     batch = Batch(None, targets, len(outputs), "this batch")
     candidate = classify(loss, outputs, batch)
-    if not isinstance(candidate, CustomLoss):
-        return JointLoss(loss)
-    try:
-        Additivity(candidate).check(outputs, batch)
-    except NotAdditive:
-        return JointLoss(loss)
-    return candidate
+    if isinstance(candidate, CustomLoss) and Additivity(candidate).holds(outputs, batch):
+        return candidate
+    return JointLoss(loss)
 
 
 def _counts(loss: CrossEntropy, targets: Tensor) -> bool:
