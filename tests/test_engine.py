@@ -42,7 +42,7 @@ def test_the_first_sweep_speaks_for_all_and_warns_once() -> None:
         engine.quantities(frozenset({"diagonal"}))
     assert engine.first is first
     assert first is not None
-    assert list(first.entries) == ["trace"]
+    assert list(first.quantities) == ["trace"]
     assert len(engine.warnings) == 1
     assert "estimated by Hutchinson" in engine.warnings[0]
 

@@ -9,21 +9,26 @@ from dense import gradient
 from torch import Tensor, nn
 from units import Units, matrices, units
 
-from saltflat.curvature.curvature import Curvature, Found
+from saltflat.curvature.curvature import Curvature, Findings
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.plan import Settings
 from saltflat.curvature.sweep import Kind
+from saltflat.result import Detail
 from saltflat.risk import Risk
 
 FORMS: frozenset[Kind] = frozenset({"columns", "rows", "flatness"})
 
 
-def found_for(case: Case, kinds: frozenset[Kind] = FORMS, probes: int = 20, **settings) -> Found:
+def found_for(case: Case, kinds: frozenset[Kind] = FORMS, probes: int = 20, **settings) -> Findings:
     risk = Risk(case.model(), case.data(), case.loss)
     with risk.session():
         strategy = Hutchinson(probes)
         whole = Curvature(risk, "hessian", strategy, Settings(**settings))
         return whole.find(kinds, groups=5)
+
+
+def details(found: Findings, kind: Kind) -> list[Detail[Tensor]]:
+    return list(found.quantities[kind].details(Tensor.cpu).values())
 
 
 def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dict[str, Tensor]]:
@@ -43,20 +48,20 @@ def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dic
     return found
 
 
-def agrees(found: Found, want: dict[Kind, dict[str, Tensor]], kinds: frozenset[Kind]) -> int:
+def agrees(found: Findings, want: dict[Kind, dict[str, Tensor]], kinds: frozenset[Kind]) -> int:
     compared = 0
     for kind in kinds:
         for name, value in want[kind].items():
-            entry = found.entries[kind].get(name)
-            if entry is None:
+            quantity = found.quantities[kind]
+            if name not in quantity.values:
                 assert found.rules[name] == "unused", name
                 continue
+            entry = quantity.details(Tensor.cpu)[name]
             error = (entry.value.cpu() - value.reshape(entry.value.shape)).abs()
             room = 1e-10 * value.abs().max() + 1e-15
             if not entry.exact:
                 room = room + 6 * entry.stderr
-                assert entry.draws is not None
-                torch.testing.assert_close(entry.draws.mean(0), entry.value)
+                torch.testing.assert_close(quantity.draws[name].mean(0), entry.value)
             assert bool((error <= room).all()), (kind, name, entry.value, value)
             compared += 1
     return compared
@@ -75,7 +80,7 @@ def test_the_table_has_every_kind_of_layer() -> None:
     names = ("mlp", "conv2d padding", "transposed 2d groups", "embedding", "pruned")
     rules = set()
     for name in names:
-        rules |= {e.rule for e in found_for(BY_NAME[name]).entries["rows"].values() if e.exact}
+        rules |= {e.rule for e in details(found_for(BY_NAME[name]), "rows") if e.exact}
     assert rules >= {"linear", "conv", "conv_transpose", "embedding", "per-sample"}
 
 
@@ -101,8 +106,8 @@ def test_curved_blocks_in_full(name: str) -> None:
     """As many probes as there are entries: exact, though the blocks are not piecewise linear."""
     case = BY_NAME[name]
     found = found_for(case, probes=2000)
-    assert any(e.rule == "products" for e in found.entries["rows"].values())
-    assert all(e.exact for kind in FORMS for e in found.entries[kind].values())
+    assert any(e.rule == "products" for e in details(found, "rows"))
+    assert all(e.exact for kind in FORMS for e in details(found, kind))
     assert agrees(found, truth(case), FORMS) > 0
 
 
@@ -112,14 +117,14 @@ def test_curved_blocks_in_full_with_normalised_features() -> None:
     scales = {key: x.std(0, unbiased=False) for key, x in seen.items()}
     kinds: frozenset[Kind] = frozenset({"normalized_flatness"})
     found = found_for(case, kinds, probes=2000)
-    assert all(e.exact for e in found.entries["normalized_flatness"].values())
+    assert all(e.exact for e in details(found, "normalized_flatness"))
     assert agrees(found, truth(case, scales), kinds) > 0
 
 
 def test_sketched_forms() -> None:
     case = BY_NAME["mlp"]
     found = found_for(case, max_directions=1)
-    assert not any(e.exact for e in found.entries["columns"].values())
+    assert not any(e.exact for e in details(found, "columns"))
     assert agrees(found, truth(case), FORMS) > 0
 
 
@@ -166,7 +171,7 @@ def test_fisher() -> None:
         case = BY_NAME[name]
         found = found_for(case, frozenset({"fisher"}))
         oracle = case.dense()
-        for key, entry in found.entries["fisher"].items():
+        for key, value in found.quantities["fisher"].values.items():
             p = oracle.parameters[key]
             total = torch.zeros_like(p)
             samples = len(oracle.y)
@@ -179,7 +184,7 @@ def test_fisher() -> None:
                 part[i] = g[i] * samples
                 total += gradient_of(oracle.outputs, p, part).square()
             want = (p.detach().square() * total / samples).sum()
-            torch.testing.assert_close(entry.value, want, rtol=1e-9, atol=1e-14)
+            torch.testing.assert_close(value, want, rtol=1e-9, atol=1e-14)
 
 
 def gradient_of(outputs: Tensor, p: Tensor, cotangent: Tensor) -> Tensor:

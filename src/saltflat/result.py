@@ -30,7 +30,6 @@ class Detail(Generic[Value]):
     rule: str
     reason: str
     degrees: float = inf
-    draws: Tensor | None = field(default=None, repr=False)  # of an estimate, in groups, if kept
 
 
 @dataclass(frozen=True, slots=True)

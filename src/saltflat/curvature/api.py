@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import replace
-from math import inf
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from saltflat.curvature.curvature import Curvature, Found
+from saltflat.curvature.curvature import Curvature, Findings
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.curvature.loss_hessian import derivatives_explained
 from saltflat.curvature.plan import Certify, Settings
 from saltflat.curvature.products import MatrixName
+from saltflat.curvature.sweep import Kind
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.losses import LossLike
-from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
+from saltflat.result import Diagonal, Eigenvalue, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
-
-Quantity = Literal["trace", "diagonal"]
 
 
 def trace(
@@ -62,12 +59,7 @@ def trace(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify)
-    found = _find(risk, "trace", curvature, _estimator(estimator), settings)
-    details = {
-        name: Detail(float(e.value), e.exact, float(e.stderr), e.rule, e.reason, e.degrees)
-        for name, e in found.entries["trace"].items()
-    }
-    return Trace(details, *_summary(found, "trace", curvature, risk))
+    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, float))
 
 
 def diagonal(
@@ -91,12 +83,7 @@ def diagonal(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify)
-    found = _find(risk, "diagonal", curvature, _estimator(estimator), settings)
-    details = {
-        name: replace(e, stderr=0.0) if e.exact else e
-        for name, e in found.entries["diagonal"].items()
-    }
-    return Diagonal(details, *_summary(found, "diagonal", curvature, risk))
+    return Diagonal(**_blocks(risk, "diagonal", curvature, estimator, settings, Tensor.cpu))
 
 
 def max_eigenvalue(
@@ -125,38 +112,39 @@ def max_eigenvalue(
         return Eigenvalue(*whole.largest_eigenvalue(list(risk.parameters), tol), curvature)
 
 
-def _find(
-    risk: Risk, kind: Quantity, curvature: MatrixName, estimator: Hutchinson, settings: Settings
-) -> Found:
+def _blocks(
+    risk: Risk,
+    kind: Kind,
+    curvature: MatrixName,
+    estimator: Hutchinson | None,
+    settings: Settings,
+    cast: Callable[[Tensor], Value],
+) -> dict[str, Any]:
+    """What a result holds."""
+    if estimator is not None and not isinstance(estimator, Hutchinson):
+        raise InvalidType(f"estimator must be Hutchinson(…). Got {type(estimator).__name__}.")
     with risk.session(), derivatives_explained():
-        found = Curvature(risk, curvature, estimator, settings).find(frozenset({kind}))
-    for warning in found.warnings:
+        findings: Findings = Curvature(risk, curvature, estimator, settings).find(frozenset({kind}))
+    for warning in findings.warnings:
         warnings.warn(warning, stacklevel=3)
-    return found
+    quantity = findings.quantities[kind]
+    return {
+        "details": quantity.details(cast),
+        "total": quantity.total,
+        "stderr": quantity.total_stderr,
+        "curvature": curvature,
+        "certificate": findings.certificate,
+        "frozen": risk.frozen,
+        "notes": (*risk.notes, *findings.notes),
+        "degrees": quantity.total_degrees,
+    }
 
 
-def _summary(
-    found: Found, kind: Quantity, curvature: str, risk: Risk
-) -> tuple[float, float, str, Certificate | None, tuple[str, ...], tuple[str, ...], float]:
-    """What a result holds beside its details."""
-    total, stderr = found.totals.get(kind, 0.0), found.errors.get(kind, 0.0)
-    notes, degrees = (*risk.notes, *found.notes), found.degrees.get(kind, inf)
-    return total, stderr, curvature, found.certificate, risk.frozen, notes, degrees
-
-
-def checked_settings(max_directions: int, memory_budget: int | None, certify: str) -> Settings:
-    if certify not in ("proof", "probe", "none"):
+def checked_settings(max_directions: int, memory_budget: int | None, certify: Certify) -> Settings:
+    if certify not in get_args(Certify):
         raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
     if not isinstance(max_directions, int) or max_directions < 1:
         raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
     if memory_budget is not None and memory_budget < 1:
         raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
-    return Settings(max_directions, memory_budget, cast(Certify, certify))
-
-
-def _estimator(estimator: Hutchinson | None) -> Hutchinson:
-    if estimator is None:
-        return Hutchinson()
-    if not isinstance(estimator, Hutchinson):
-        raise InvalidType(f"estimator must be Hutchinson(…). Got {type(estimator).__name__}.")
-    return estimator
+    return Settings(max_directions, memory_budget, certify)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
-from math import inf, isfinite, nan
+from math import isfinite, nan
 from typing import TypeVar, final
 
 import torch
@@ -24,12 +24,9 @@ from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
     Draw,
     Draws,
-    Estimate,
     Hutchinson,
     Quantity,
-    combined_degrees,
     estimate_form,
-    group_sizes,
 )
 from saltflat.curvature.loss_hessian import classify, direction_count, repeats
 from saltflat.curvature.plan import (
@@ -68,7 +65,7 @@ from saltflat.losses import (
     scalar,
 )
 from saltflat.memory import halving
-from saltflat.result import Certificate, Detail
+from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
 
 Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
@@ -79,13 +76,10 @@ _GROUPS = 20
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """All that was asked for. `warnings` are what the user is to be told, `notes` includes them."""
 
-    entries: dict[Kind, dict[str, Detail[Tensor]]] = field(default_factory=dict)
-    totals: dict[Kind, float] = field(default_factory=dict)
-    errors: dict[Kind, float] = field(default_factory=dict)
-    degrees: dict[Kind, float] = field(default_factory=dict)
+    quantities: dict[Kind, Quantity] = field(default_factory=dict)
     samples: int = 0  # that were swept over, not sketched
     certificate: Certificate | None = None
     matrices: Mapping[str, Matrix] = field(default_factory=dict)
@@ -98,19 +92,11 @@ class Found:
         self.warnings.append(note)
         self.notes.append(note)
 
-    def add(self, kind: Kind, name: str, entry: Detail[Tensor]) -> None:
-        self.entries.setdefault(kind, {})[name] = entry
-
-    def quantity(self, kind: Kind, probes: int) -> Quantity:
-        """One kind, for measures."""
-        entries = self.entries[kind]
-        # Small blocks may have been written out in full, and are exact though others are not.
-        drawn = {n: e.draws for n, e in entries.items() if not e.exact and e.draws is not None}
-        sizes = group_sizes(probes, len(next(iter(drawn.values())))) if drawn else ()
-        probed = frozenset(
-            n for n, e in entries.items() if bool(torch.as_tensor(e.stderr).isnan().any())
-        )
-        return Quantity({n: e.value.double() for n, e in entries.items()}, drawn, sizes, probed)
+    def add(self, kind: Kind, quantity: Quantity) -> None:
+        """A quantity of some parameters; on the CPU and in float64 from here on."""
+        for part in (quantity.values, quantity.errors, quantity.draws):
+            part.update({name: value.cpu().double() for name, value in part.items()})
+        self.quantities.setdefault(kind, Quantity({})).add(quantity)
 
 
 @final
@@ -158,7 +144,7 @@ class Curvature:
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
         )
-        self._first: Found | None = None  # of the first sweep
+        self._first: Findings | None = None  # of the first sweep
         self._eigenvalues: dict[tuple[tuple[str, ...], float], Eigenpair] = {}
 
     def look(self, first: Batch | None = None) -> Plan:
@@ -185,7 +171,7 @@ class Curvature:
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
 
-    def find(self, kinds: frozenset[Kind], groups: int = 0) -> Found:
+    def find(self, kinds: frozenset[Kind], groups: int = 0) -> Findings:
         """Several kinds of quantities from one sweep, of estimates this many groups of draws."""
         batches = self.risk.batches()
         first = next(batches)
@@ -199,7 +185,7 @@ class Curvature:
         return found
 
     @property
-    def first(self) -> Found:
+    def first(self) -> Findings:
         """What the first sweep found; a look at the model, if nothing was asked for yet."""
         return self._first or self.find(frozenset())
 
@@ -208,9 +194,8 @@ class Curvature:
 
         Kinds that the model does not have are left out.
         """
-        probes = self.estimator.probes
-        found = self.find(kinds, min(probes, _GROUPS))
-        return {kind: found.quantity(kind, probes) for kind in kinds if kind in found.entries}
+        found = self.find(kinds, min(self.estimator.probes, _GROUPS)).quantities
+        return {kind: found[kind] for kind in kinds if kind in found}
 
     def largest_eigenvalue(self, names: Sequence[str], tol: float) -> Eigenpair:
         """(λ, residual norm, unit eigenvector) of the blocks `names` together."""
@@ -288,14 +273,14 @@ class _Blocks:
         self.estimator, self.settings = curvature.estimator, curvature.settings
         self.reasons: dict[str, str] = {}
 
-    def find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Found | Refutation:
+    def find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Findings | Refutation:
         names = list(self.risk.parameters)
         reason = self._joint_reason(plan)
         linear = self.matrix == "ggn"
         exact = [n for n in names if not reason and (linear or plan.allows(n))]
         self.reasons = dict.fromkeys(names, reason) if reason else self._linearity(plan)
         self.weights = self._weights(plan)
-        found = Found(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
+        found = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
         refutation: Refutation | None = None
         requests = self._requests(names, CURVATURE)
         fisher = {} if reason else self._requests(names, FISHER)
@@ -309,8 +294,9 @@ class _Blocks:
             refutation = self._probe(found, rest, plan)
         if refutation:
             return refutation
-        for kind, entries in found.entries.items():
-            found.entries[kind] = {name: entries[name] for name in names if name in entries}
+        for quantity in found.quantities.values():
+            values = quantity.values
+            quantity.values = {name: values[name] for name in names if name in values}
         found.certificate = Certificate(
             found.samples, {n: n not in plan.curved for n in names}, self._linearity(plan)
         )
@@ -379,7 +365,7 @@ class _Blocks:
         return ""
 
     def _exact(
-        self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch], first: Batch
+        self, found: Findings, requests: Requests, plan: Plan, stream: Iterable[Batch], first: Batch
     ) -> Refutation | None:
         assert isinstance(self.whole.loss, Loss)
         like = torch.empty(first.size, *plan.outputs, device="meta")
@@ -410,34 +396,32 @@ class _Blocks:
         )
 
     def _sweep(
-        self, found: Found, requests: Requests, plan: Plan, stream: Iterable[Batch]
+        self, found: Findings, requests: Requests, plan: Plan, stream: Iterable[Batch]
     ) -> Refutation | None:
         sweep = self._pass(requests)
         sums = sweep.run(stream, plan)
         if isinstance(sums, Refutation):
             return sums
         values, found.samples = fetched(sums), sweep.samples
-        nothing = torch.zeros(())
-        for ((kind, name), value), total in zip(values.items(), _sums(values), strict=True):
-            rule = ", ".join(sorted(sweep.rules[name] - {UNUSED})) or UNUSED
-            found.add(kind, name, Detail(value, True, nothing, rule, self._why(name, rule)))
-            found.totals[kind] = found.totals.get(kind, 0.0) + total
+        _insist_on_finite(values)
+        rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in sweep.rules.items()}
+        reasons = {name: self._why(name, rule) for name, rule in rules.items()}
+        for kind, each in _by_kind(values).items():
+            found.add(kind, Quantity(each, rules=rules, reasons=reasons))
         self._doubt(found, plan, sweep.samples)
         return None
 
-    def _doubt(self, found: Found, plan: Plan, samples: int) -> None:
+    def _doubt(self, found: Findings, plan: Plan, samples: int) -> None:
         """What was only probed is not exact, and nobody knows its error."""
-        for kind, entries in found.entries.items():
+        for kind, quantity in found.quantities.items():
             if self.matrix != "hessian" or kind not in CURVATURE:
                 continue
-            for name in plan.probed & entries.keys():
-                entry = entries[name]
+            for name in plan.probed & quantity.values.keys():
                 reason = f"probed on {plan.samples} of {samples} samples: {self.reasons[name]}"
-                error = torch.full_like(entry.value, nan)
-                entries[name] = replace(
-                    entry, exact=False, stderr=error, reason=reason, draws=None, degrees=inf
-                )
-                found.errors[kind] = nan
+                quantity.errors[name] = torch.full_like(quantity.values[name], nan)
+                quantity.reasons[name], quantity.total_stderr = reason, nan
+                quantity.draws.pop(name, None)
+                quantity.unknown.add(name)
 
     def _why(self, name: str, rule: str) -> str:
         linear = self.matrix == "hessian"
@@ -447,7 +431,7 @@ class _Blocks:
         return reason
 
     def _sketch(
-        self, found: Found, requests: Requests, plan: Plan, count: int
+        self, found: Findings, requests: Requests, plan: Plan, count: int
     ) -> Refutation | None:
         draws: dict[Kind, Draws] = {}
         for k in range(self.estimator.probes):
@@ -455,9 +439,9 @@ class _Blocks:
             values = sweep.run(self.risk.batches(), plan)
             if isinstance(values, Refutation):
                 return values
-            for kind in {kind for kind, _ in values}:
-                each = draws.setdefault(kind, Draws(self.estimator.groups(kind, self.groups)))
-                each.add({name: v for (k, name), v in values.items() if k == kind})
+            for kind, each in _by_kind(values).items():
+                groups = self.estimator.groups(kind, self.groups)
+                draws.setdefault(kind, Draws(groups)).add(each)
         note = (
             f"The outputs have {count} directions a sample, more than max_directions="
             f"{self.settings.max_directions}: sketched with {self.estimator.probes} draws. "
@@ -465,13 +449,12 @@ class _Blocks:
         )
         found.say(note)
         for kind, drawn in draws.items():
-            self._estimated(
-                found, kind, drawn.estimate(), plan.rules, dict.fromkeys(requests, note)
-            )
+            reasons = dict.fromkeys(requests, note)
+            self._estimated(found, kind, drawn.quantity(), plan.rules, reasons)
         self._doubt(found, plan, sweep.samples)
         return None
 
-    def _probe(self, found: Found, names: list[str], plan: Plan) -> Refutation | None:
+    def _probe(self, found: Findings, names: list[str], plan: Plan) -> Refutation | None:
         shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
         entries = sum(shape.numel() for shape, _ in shapes.values())
         rules = dict.fromkeys(names, "probes")
@@ -491,10 +474,7 @@ class _Blocks:
             if isinstance(form, Refutation):
                 return form
             self._estimated(found, kind, form, rules, self.reasons)
-        written = all(
-            entries[n].exact for entries in found.entries.values() for n in names if n in entries
-        )
-        if written:
+        if all(quantity.exact(names) for quantity in found.quantities.values()):
             found.notes.append(self._written(names))
         else:
             found.say(self._probed(names, plan))
@@ -502,7 +482,7 @@ class _Blocks:
 
     def _probe_form(
         self, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
-    ) -> Estimate | Refutation:
+    ) -> Quantity | Refutation:
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
         return self.whole.products(list(weights), plan).serve(
@@ -528,39 +508,29 @@ class _Blocks:
 
     def _estimated(
         self,
-        found: Found,
+        found: Findings,
         kind: Kind,
-        estimate: Estimate,
+        quantity: Quantity,
         rules: Mapping[str, str],
         reasons: Mapping[str, str],
     ) -> None:
-        _sums({(kind, name): value for name, value in estimate.values.items()})
-        for name, value in estimate.values.items():
-            written = name in estimate.exact
-            reason = reasons[name] + (
-                "; products with few vectors give all of it" if written else ""
-            )
-            draws = estimate.draws.get(name)
-            entry = Detail(
-                value.cpu(),
-                written,
-                estimate.stderr[name].cpu(),
-                "products" if written else rules[name],
-                reason,
-                inf if written else estimate.degrees,
-                None if draws is None else draws.cpu(),
-            )
-            found.add(kind, name, entry)
-        found.totals[kind] = found.totals.get(kind, 0.0) + estimate.total
-        # Sketches and probes draw their noise from generators of their own.
-        error, degrees = found.errors.get(kind, 0.0), found.degrees.get(kind, inf)
-        parts = (error, degrees), (estimate.total_stderr, estimate.degrees)
-        found.errors[kind] = (error**2 + estimate.total_stderr**2) ** 0.5
-        found.degrees[kind] = combined_degrees(parts)
+        _insist_on_finite({(kind, name): value for name, value in quantity.values.items()})
+        for name in quantity.values:
+            written = name not in quantity.errors
+            quantity.rules[name] = "products" if written else rules[name]
+            few = "; products with few vectors give all of it" if written else ""
+            quantity.reasons[name] = reasons[name] + few
+        found.add(kind, quantity)
 
 
-def _sums(values: Mapping[tuple[Kind, str], Tensor]) -> list[float]:
-    """The sum of each quantity; an error if one is not finite."""
+def _by_kind(values: Mapping[tuple[Kind, str], Tensor]) -> dict[Kind, dict[str, Tensor]]:
+    kinds: dict[Kind, dict[str, Tensor]] = {}
+    for (kind, name), value in values.items():
+        kinds.setdefault(kind, {})[name] = value
+    return kinds
+
+
+def _insist_on_finite(values: Mapping[tuple[Kind, str], Tensor]) -> None:
     sums: list[float] = torch.stack([v.sum() for v in values.values()]).tolist()
     for (_, name), total in zip(values, sums, strict=True):
         if not isfinite(total):
@@ -568,7 +538,6 @@ def _sums(values: Mapping[tuple[Kind, str], Tensor]) -> list[float]:
                 f"The curvature of {name!r} is NaN or infinite: activations overflow or the "
                 "inputs are not finite. Measure in a wider dtype (dtype=torch.float64)."
             )
-    return sums
 
 
 def _weaker(a: Plan, b: Plan) -> Plan:

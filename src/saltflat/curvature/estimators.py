@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product as product_of
-from math import inf, nan, sqrt
+from math import hypot, inf, nan, sqrt
 from typing import Any, final
 
 import numpy as np
@@ -44,6 +44,7 @@ from torch import Tensor
 from saltflat.curvature.contractions import Form, Weight, divide
 from saltflat.errors import InvalidValue
 from saltflat.geometry import Matrix
+from saltflat.result import Detail, Value
 
 Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 Shapes = Mapping[str, tuple[torch.Size, torch.device]]
@@ -70,22 +71,107 @@ def group_sizes(draws: int, groups: int) -> tuple[int, ...]:
     return tuple(len(range(k, draws, groups)) for k in range(groups))
 
 
-@dataclass(slots=True)
-class Estimate:
-    """Means over draws with standard errors; `total` is the sum over all names.
+def mean_error(draws: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The mean of stacked estimates and its standard error; each is a mean of so many draws.
 
-    `degrees` are the degrees of freedom of all these standard errors. Blocks in `exact` were so
-    small that they were written out. `draws` are independent estimates, stacked; there are some if
-    they were to be kept.
+    A mean of k draws has a k-th of one draw's variance, so its square counts k times.
+    """
+    draws = draws.double()
+    each = torch.tensor(counts, dtype=draws.dtype, device=draws.device)
+    each = each.reshape(-1, *[1] * (draws.ndim - 1))
+    mean = (draws * each).sum(0) / sum(counts)
+    variance = (each * (draws - mean).square()).sum(0) / (len(counts) - 1)
+    return mean, (variance / sum(counts)).sqrt()
+
+
+@final
+@dataclass(slots=True)
+class Quantity:
+    """One curvature quantity of every parameter or layer, by parameter name.
+
+    What was estimated has `errors`, the standard errors of its entries, NaN for parameters in
+    `unknown`, which are neither proved nor estimated. If they were kept it has `draws` too:
+    independent estimates stacked along the first dimension, as many for every parameter, whose mean
+    is the value. Each may be the mean of several draws, of `sizes` in turn; without sizes it is
+    one. `total_stderr` and `total_degrees` are those of the sum of all values. `rules` and
+    `reasons` say what computed a value, and why that and not another.
     """
 
     values: dict[str, Tensor]
-    stderr: dict[str, Tensor]
-    total: float
-    total_stderr: float
-    degrees: float = inf
-    exact: frozenset[str] = frozenset()
     draws: dict[str, Tensor] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    total_stderr: float = 0.0
+    total_degrees: float = inf
+    rules: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: Quantity) -> None:
+        """The same of other parameters, whose noise comes from a generator of its own."""
+        for part in ("values", "draws", "errors", "unknown", "rules", "reasons"):
+            getattr(self, part).update(getattr(other, part))
+        self.sizes = self.sizes or other.sizes
+        parts = [(each.total_stderr, each.total_degrees) for each in (self, other)]
+        self.total_stderr, self.total_degrees = (
+            hypot(*(e for e, _ in parts)),
+            combined_degrees(parts),
+        )
+
+    @property
+    def total(self) -> float:
+        return sum(float(value.sum()) for value in self.values.values())
+
+    def exact(self, names: Iterable[str]) -> bool:
+        return not any(name in self.draws or name in self.errors for name in names)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many draws each of the stacked estimates is the mean of."""
+        return self.sizes or (1,) * (len(next(iter(self.draws.values()))) if self.draws else 0)
+
+    @property
+    def degrees(self) -> float:
+        """The degrees of freedom of a standard error from the spread of the draws."""
+        return degrees_of_freedom(sum(self.counts), len(self.counts)) if self.counts else inf
+
+    def details(self, cast: Callable[[Tensor], Value]) -> dict[str, Detail[Value]]:
+        """What is known of every parameter's value."""
+        known = {}
+        for name, value in self.values.items():
+            exact = self.exact([name])
+            stderr = 0.0 if exact else cast(self.errors[name])
+            degrees = inf if exact or name in self.unknown else self.degrees
+            rule, reason = self.rules[name], self.reasons[name]
+            known[name] = Detail(cast(value), exact, stderr, rule, reason, degrees)
+        return known
+
+    def sums(self, weights: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+        """Σ weights · draws of every parameter that was estimated, draw by draw."""
+        return {
+            name: (self.draws[name] * weight).reshape(len(self.counts), -1).sum(1)
+            for name, weight in weights.items()
+            if name in self.draws
+        }
+
+    def stderr(self, weights: Mapping[str, Tensor | float]) -> float:
+        """The standard error of Σ weights · values; draws of different parameters are not
+        independent, so they are added up draw by draw."""
+        if not self.unknown.isdisjoint(weights):
+            return nan
+        sums = self.sums(weights)
+        if not sums:
+            return 0.0
+        return float(mean_error(torch.stack(list(sums.values())).sum(0), self.counts)[1])
+
+    def certainty(self, weights: Mapping[str, Tensor | float]) -> dict[str, Any]:
+        """How exact Σ weights · values is, as fields of a measurement."""
+        exact = self.exact(weights)
+        return {
+            "exact": exact,
+            "stderr": self.stderr(weights),
+            "degrees": inf if exact else self.degrees,
+        }
 
 
 @final
@@ -99,7 +185,7 @@ class Draws:
 
     groups: int = 0
     count: int = 0
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
     mean: dict[str, Tensor] = field(default_factory=dict)
     spread: dict[str, Tensor] = field(default_factory=dict)
     totals: list[float] = field(default_factory=list)
@@ -114,25 +200,26 @@ class Draws:
             mean += change / self.count
             spread += change * (x - mean)
             if self.groups:
-                sums = self.kept.setdefault(name, x.new_zeros(self.groups, *x.shape))
+                sums = self.sums.setdefault(name, x.new_zeros(self.groups, *x.shape))
                 sums[(self.count - 1) % self.groups] += x
 
-    def estimate(self) -> Estimate:
+    def quantity(self) -> Quantity:
         pairs = self.count * (self.count - 1)
         totals = torch.tensor(self.totals, dtype=torch.float64)
-        return Estimate(
+        sizes = group_sizes(self.count, self.groups or self.count)
+        return Quantity(
             self.mean,
+            {name: _divided(sums, sizes) for name, sums in self.sums.items()},
+            sizes,
             {name: (s / pairs).sqrt() for name, s in self.spread.items()},
-            float(totals.mean()),
-            float(totals.std() / sqrt(self.count)),
-            degrees_of_freedom(self.count),
-            draws={name: self._means(sums) for name, sums in self.kept.items()},
+            total_stderr=float(totals.std() / sqrt(self.count)),
+            total_degrees=degrees_of_freedom(self.count),
         )
 
-    def _means(self, sums: Tensor) -> Tensor:
-        sizes = group_sizes(self.count, self.groups)
-        shape = (-1, *[1] * (sums.ndim - 1))
-        return sums / torch.tensor(sizes, dtype=sums.dtype, device=sums.device).reshape(shape)
+
+def _divided(sums: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The means of groups."""
+    return sums / sums.new_tensor(sizes).reshape(-1, *[1] * (sums.ndim - 1))
 
 
 def mixed(*parts: int) -> int:
@@ -173,7 +260,7 @@ class Hutchinson:
 
     def estimate(
         self, product: Product, shapes: Shapes, kinds: Collection[str], groups: int = 0
-    ) -> dict[str, Estimate]:
+    ) -> dict[str, Quantity]:
         """The wanted kinds, "trace" and "diagonal", from the same products.
 
         As many probes as there are entries would give them all, so then they do.
@@ -189,11 +276,11 @@ class Hutchinson:
             for kind, each in draws.items():
                 traced = kind == "trace"
                 each.add({n: x.sum() for n, x in entries.items()} if traced else entries)
-        return {kind: each.estimate() for kind, each in draws.items()}
+        return {kind: each.quantity() for kind, each in draws.items()}
 
     def _written_out(
         self, product: Product, shapes: Shapes, kinds: Collection[str]
-    ) -> dict[str, Estimate]:
+    ) -> dict[str, Quantity]:
         zeros = {n: torch.zeros(s, device=d, dtype=torch.float64) for n, (s, d) in shapes.items()}
         diagonal = {name: torch.zeros_like(z) for name, z in zeros.items()}
         for name, entries in diagonal.items():
@@ -203,17 +290,7 @@ class Hutchinson:
                 image = product(zeros | {name: unit.reshape(entries.shape)})[name]
                 entries.view(-1)[i] = image.reshape(-1)[i]
         values = {"diagonal": diagonal, "trace": {n: d.sum() for n, d in diagonal.items()}}
-        total = sum(float(d.sum()) for d in diagonal.values())
-        return {
-            kind: Estimate(
-                values[kind],
-                {name: torch.zeros_like(v) for name, v in values[kind].items()},
-                total,
-                0.0,
-                exact=frozenset(shapes),
-            )
-            for kind in kinds
-        }
+        return {kind: Quantity(values[kind]) for kind in kinds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +315,7 @@ def estimate_form(
     estimator: Hutchinson,
     groups: int,
     in_full: bool,
-) -> Estimate:
+) -> Quantity:
     """One form of every weight; `in_full` where that costs no more products than probes."""
     if in_full:
         return _written_out(product, weights, form)
@@ -248,19 +325,17 @@ def estimate_form(
         v = {name: _probe(weight, form, generator) for name, weight in weights.items()}
         hv = product(v)
         draws.add({n: _reduce(v[n] * hv[n], w.matrix, form) for n, w in weights.items()})
-    return draws.estimate()
+    return draws.quantity()
 
 
-def _written_out(product: Product, weights: Mapping[str, Weight], form: Form) -> Estimate:
+def _written_out(product: Product, weights: Mapping[str, Weight], form: Form) -> Quantity:
     zeros = {n: torch.zeros_like(w.values, dtype=torch.float64) for n, w in weights.items()}
     found = {}
     for name, weight in weights.items():
         found[name] = _reduce(zeros[name], weight.matrix, form)
         for at, left, right in _units(weight, form):
             found[name][at] += (left * product(zeros | {name: right})[name]).sum()
-    nothing = {name: torch.zeros_like(value) for name, value in found.items()}
-    total = sum(float(value.sum()) for value in found.values())
-    return Estimate(found, nothing, total, 0.0, exact=frozenset(weights))
+    return Quantity(found)
 
 
 def _units(weight: Weight, form: Form) -> Iterator[tuple[int | tuple[()], Tensor, Tensor]]:
@@ -319,77 +394,3 @@ def _mixed(weight: Weight, generator: torch.Generator) -> Tensor:
     if scale is not None:
         mixed = divide(mixed, scale)
     return matrix.ungrouped(mixed, values.shape)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """One curvature quantity of every parameter or layer, by parameter name.
-
-    What was estimated has `draws`: independent estimates stacked along the first dimension, as
-    many for every parameter, whose mean is the value. Each may be the mean of several draws, of
-    `sizes` in turn; without sizes it is one. What was `probed` is neither proved nor estimated: its
-    error is not known.
-    """
-
-    values: Mapping[str, Tensor]  # float64
-    draws: Mapping[str, Tensor] = field(default_factory=dict)
-    sizes: tuple[int, ...] = ()
-    probed: frozenset[str] = frozenset()
-
-    def exact(self, names: Iterable[str]) -> bool:
-        return not any(name in self.draws or name in self.probed for name in names)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many draws each of the stacked estimates is the mean of."""
-        return self.sizes or (1,) * (len(next(iter(self.draws.values()))) if self.draws else 0)
-
-    @property
-    def degrees(self) -> float:
-        """The degrees of freedom of a standard error from the spread of the draws."""
-        return degrees_of_freedom(sum(self.counts), len(self.counts)) if self.draws else inf
-
-    def errors(self) -> dict[str, Tensor]:
-        """The standard errors of the entries that are estimates."""
-        return {name: mean_error(d, self.counts)[1] for name, d in self.draws.items()}
-
-    def sums(self, weights: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-        """Σ weights · draws of every parameter that was estimated, draw by draw."""
-        return {
-            name: (self.draws[name] * weight).reshape(len(self.counts), -1).sum(1)
-            for name, weight in weights.items()
-            if name in self.draws
-        }
-
-    def stderr(self, weights: Mapping[str, Tensor | float]) -> float:
-        """The standard error of Σ weights · values; draws of different parameters are not
-        independent, so they are added up draw by draw."""
-        if not self.probed.isdisjoint(weights):
-            return nan
-        sums = self.sums(weights)
-        if not sums:
-            return 0.0
-        return float(mean_error(torch.stack(list(sums.values())).sum(0), self.counts)[1])
-
-    def certainty(self, weights: Mapping[str, Tensor | float]) -> dict[str, Any]:
-        """How exact Σ weights · values is, as fields of a measurement."""
-        exact = self.exact(weights)
-        return {
-            "exact": exact,
-            "stderr": self.stderr(weights),
-            "degrees": inf if exact else self.degrees,
-        }
-
-
-def mean_error(draws: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The mean of stacked estimates and its standard error; each is a mean of so many draws.
-
-    A mean of k draws has a k-th of one draw's variance, so its square counts k times.
-    """
-    draws = draws.double()
-    each = torch.tensor(counts, dtype=draws.dtype, device=draws.device)
-    each = each.reshape(-1, *[1] * (draws.ndim - 1))
-    mean = (draws * each).sum(0) / sum(counts)
-    variance = (each * (draws - mean).square()).sum(0) / (len(counts) - 1)
-    return mean, (variance / sum(counts)).sqrt()

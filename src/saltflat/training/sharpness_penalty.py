@@ -200,7 +200,7 @@ def _twice(inner: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
 
 def _least(group: Group, diagonal: Quantity) -> Least:
     try:
-        return least_trace(group, diagonal.values, diagonal.errors())
+        return least_trace(group, diagonal.values, diagonal.errors)
     except NegativeCurvature as error:
         raise NegativeCurvature(
             "The curvature of some parameters is negative, so the least trace may be −∞ and is no "
