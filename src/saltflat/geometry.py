@@ -1,7 +1,11 @@
-"""How a parameter acts as a matrix: which of its entries lead from which unit to which."""
+"""How a parameter acts as a matrix: which of its entries lead from which unit to which.
+
+And what the kernel of a convolution sees of its input.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -41,3 +45,12 @@ class Matrix:
         """The way back from `grouped` (without leading dimensions) to the weight's shape."""
         whole = values.transpose(1, 2) if self.out == 1 else values
         return whole.reshape(shape)
+
+
+def windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """What a kernel sees of (n, channels, *space): a view (n, channels, *positions, *kernel)."""
+    for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
+        x = x.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    return x

@@ -42,7 +42,7 @@ from saltflat.curvature.contractions import (
     Term,
     stack,
 )
-from saltflat.geometry import Matrix
+from saltflat.geometry import Matrix, windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +157,17 @@ class Window:
     groups: int
 
     def patches(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """What each kernel element saw at each of `size` positions, a view (n, c, *kernel, *size).
+        """What each kernel element saw at each of `size` positions, a view (n, c, *size, *kernel).
 
         Only the copy that padding needs is made.
         """
         if any(self.before) or any(self.after):
             sides = zip(reversed(self.before), reversed(self.after), strict=True)
             x = F.pad(x, [p for side in sides for p in side])
-        n, channels, *space = x.stride()
-        step = [s * d for s, d in zip(space, self.dilation, strict=True)]
-        jump = [s * d for s, d in zip(space, self.stride, strict=True)]
-        shape = (*x.shape[:2], *self.kernel, *size)
-        return x.as_strided(shape, (n, channels, *step, *jump), x.storage_offset())
+        view = windows(x, self.kernel, self.stride, self.dilation)
+        for dim, count in enumerate(size, 2):
+            view = view.narrow(dim, 0, count)
+        return view
 
 
 def _channels_last(x: Tensor) -> bool:
@@ -182,15 +181,10 @@ def _side_by_side(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _patch_matrix(window: Window, x: Tensor, size: Sequence[int]) -> Tensor:
-    """Patches as (n, g, c/g · kernel, positions), kernel elements last; for channels-last
-    tensors without groups kernel elements come first, which copies whole runs of channels."""
-    view = window.patches(x, size)
-    n, channels, dims = len(x), x.shape[1], len(size)
-    positions, taps = prod(size), prod(window.kernel)
-    if window.groups == 1 and _channels_last(x):
-        order = (0, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims), 1)
-        return view.permute(order).reshape(n, 1, positions, taps * channels).mT
-    return view.reshape(n, window.groups, channels // window.groups * taps, positions)
+    """Patches as (n, g, c/g · kernel, positions), kernel elements last."""
+    view, dims = window.patches(x, size), len(size)
+    places = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
+    return view.permute(0, 1, *places[1], *places[0]).reshape(len(x), window.groups, -1, prod(size))
 
 
 @final
@@ -209,8 +203,12 @@ class ConvUse(Use):
         groups = self.window.groups
         left = [_side_by_side(_grouped(d, groups), rows) for d in kept]
         if "weight" in self.names:
-            patches = _patch_matrix(self.window, self.input, self.shape[2:])
-            last = groups == 1 and _channels_last(self.input)
+            last, size = groups == 1 and _channels_last(self.input), self.shape[2:]
+            if last:  # kernel elements first, which copies whole runs of channels
+                view = self.window.patches(self.input, size).movedim(1, -1)
+                patches = view.reshape(len(view), 1, prod(size), -1).mT
+            else:
+                patches = _patch_matrix(self.window, self.input, size)
             layout = ConvLayout(self.window.kernel, groups, last)
             yield self.names["weight"], Outer(left, _side_by_side(patches, rows), layout)
         if "bias" in self.names:
@@ -237,13 +235,9 @@ class ConvTransposeUse(Use):
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups, size = self.window.groups, self.input.shape[2:]
         if "weight" in self.names:
-            window = self.window
-            left = [
-                _side_by_side(window.patches(d, size).reshape(len(d), groups, -1, prod(size)), rows)
-                for d in kept
-            ]
+            left = [_side_by_side(_patch_matrix(self.window, d, size), rows) for d in kept]
             right = _side_by_side(_grouped(self.input, groups), rows)
-            layout = ConvTransposeLayout(window.kernel, groups)
+            layout = ConvTransposeLayout(self.window.kernel, groups)
             yield self.names["weight"], Outer(left, right, layout)
         if "bias" in self.names:
             summed = [rows.first(d.flatten(2).sum(2)).sum(1) for d in kept]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saltflat.symmetries.rules import Operand, Outputs, Step, pinned, rules_of
-from saltflat.symmetries.rules.entrywise import join, windows
+from saltflat.symmetries.rules.entrywise import join, padded_windows
 from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, repeat, unique_rows
 
 #: products with more terms than this are not written out but pinned
@@ -233,7 +233,7 @@ def convolution(
         out = step.contract(w, patches).reshape(1, -1, *[1] * n)
     else:
         kernel = weight.shape[2:]
-        view = windows(ids, kernel, _each(stride, n), _each(padding, n), _each(dilation, n))
+        view = padded_windows(ids, kernel, _each(stride, n), _each(padding, n), _each(dilation, n))
         out = step.contract(w, _columns(view, groups, n))
         out = out.reshape(-1, view.shape[0], *step.shape[2:]).transpose(0, 1)
     if bias is not None:

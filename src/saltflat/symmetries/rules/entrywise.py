@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat.geometry import windows
 from saltflat.symmetries.rules import Operand, Outputs, Rule, Step, ids_of, pinned, rules_of
 from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, repeat
 
@@ -184,7 +185,7 @@ def order(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
     return pinned(step.shape)
 
 
-def windows(
+def padded_windows(
     ids: Tensor,
     kernel: Sequence[int],
     stride: Sequence[int],
@@ -193,10 +194,8 @@ def windows(
 ) -> Tensor:
     """The ids under each position of a kernel: (N, C, *positions, *kernel); padding is zero."""
     widths = [w for p in reversed(list(pad)) for w in (p, p)]
-    ids = torch.ops.aten.constant_pad_nd.default(ids, widths, ANY)
-    for i, (k, s, d) in enumerate(zip(kernel, stride, gap, strict=True)):
-        ids = ids.unfold(2 + i, (k - 1) * d + 1, s)[..., ::d]
-    return ids
+    padded = torch.ops.aten.constant_pad_nd.default(ids, widths, ANY)
+    return windows(padded, kernel, stride, gap)
 
 
 def pool_ids(scales: Scales, ids: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
@@ -205,7 +204,7 @@ def pool_ids(scales: Scales, ids: Tensor, shape: Sequence[int], *geometry: Any) 
     ids = repeat(scales.find(ids))
     if all(ids.stride(2 + i) == 0 or ids.shape[2 + i] == 1 for i in range(n)):
         return ids[(slice(None), slice(None), *[slice(1)] * n)].expand(*shape)
-    view = windows(ids, *geometry)
+    view = padded_windows(ids, *geometry)
     if list(view.shape[2 : 2 + n]) != list(shape[2:]):
         return scales.tie(ids, range(2, 2 + n)).expand(*shape)
     return scales.tie(view, range(2 + n, 2 + 2 * n)).reshape(*shape)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils.parametrize import is_parametrized
 
+from saltflat.geometry import windows
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -153,9 +154,7 @@ def _patches(layer: Conv, x: Tensor, groups: int) -> Tensor:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     dims = len(layer.kernel_size)
-    for d in range(dims):
-        reach = layer.dilation[d] * (layer.kernel_size[d] - 1) + 1
-        x = x.unfold(2 + d, reach, layer.stride[d])[..., :: layer.dilation[d]]
+    x = windows(x, layer.kernel_size, layer.stride, layer.dilation)
     x = x.unflatten(1, (groups, -1)).movedim(2, 2 + dims)  # rows, g, *positions, c/g, *kernel
     return x.flatten(2, 1 + dims).flatten(3)
 
