@@ -374,9 +374,26 @@ def divisor(loss: Loss, normaliser: float) -> float:
     return normaliser if loss.mean else 1.0
 
 
-def describe(call: Callable[..., Any]) -> str:
+def describe(call: object) -> str:
     """A readable name of a callable."""
-    return getattr(call, "__name__", type(call).__name__)
+    name: str = getattr(call, "__name__", type(call).__name__)
+    return name
+
+
+def with_settings(loss: object) -> str:
+    """The loss's name, with the settings that change its value."""
+    name = getattr(loss, "name", None) or describe(loss)
+    settings = []
+    for key, value in sorted(vars(loss).items() if hasattr(loss, "__dict__") else ()):
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        plain = isinstance(value, bool | int | float | str | list)
+        if plain and key not in ("name", "class_dim", "missing") and (key, value) not in _USUAL:
+            settings.append(f"{key}={value}")
+    return f"{name}({', '.join(settings)})" if settings else str(name)
+
+
+_USUAL = [("mean", True), ("ignore_index", -100), ("label_smoothing", 0.0)]
 
 
 def scalar(call: Callable[..., Tensor], outputs: Tensor, targets: Any) -> Tensor:

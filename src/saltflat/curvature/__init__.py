@@ -9,7 +9,13 @@ from saltflat.curvature.estimators import (
     degrees_of_freedom,
     mean_error,
 )
-from saltflat.curvature.loss_hessian import Additivity, classify, derivatives_explained
+from saltflat.curvature.loss_hessian import (
+    Additivity,
+    classify,
+    derivatives_explained,
+    output_products,
+    output_units,
+)
 from saltflat.curvature.plan import Certify, Company, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.proof import piecewise_linear
@@ -38,6 +44,8 @@ __all__ = [
     "diagonal",
     "max_eigenvalue",
     "mean_error",
+    "output_products",
+    "output_units",
     "piecewise_linear",
     "trace",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -233,13 +233,34 @@ def output_product(
 ) -> Tensor:
     """B v by differentiating the loss twice in the outputs."""
     o = outputs.detach().requires_grad_()
-    value = total(o, targets)
-    insist_on_derivatives(value, [o])
-    (gradient,) = torch.autograd.grad(value, o, create_graph=True)
-    if not gradient.requires_grad:
-        return torch.zeros_like(outputs)
-    (product,) = torch.autograd.grad(gradient, o, vector, allow_unused=True)
-    return torch.zeros_like(outputs) if product is None else product
+    return output_products(lambda o: total(o, targets), o, vector.unsqueeze(0))[0]
+
+
+def output_products(
+    call: Callable[[Tensor], Tensor],
+    outputs: Tensor,
+    vectors: Tensor,
+    *,
+    create_graph: bool = False,
+) -> Tensor:
+    """B v for a stack of v, one by one; with a graph, all of them at once where that can be."""
+    value = call(outputs)
+    insist_on_derivatives(value, [outputs])
+    (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+    if not slope.requires_grad:
+        return torch.zeros_like(vectors)
+    options: Any = {"create_graph": create_graph, "retain_graph": True, "materialize_grads": True}
+    if create_graph:
+        with suppress(RuntimeError):  # an operation cannot be batched
+            return torch.autograd.grad(slope, outputs, vectors, is_grads_batched=True, **options)[0]
+    return torch.stack([torch.autograd.grad(slope, outputs, v, **options)[0] for v in vectors])
+
+
+def output_units(outputs: Tensor) -> Tensor:
+    """A unit vector for every output of a sample, the same for all samples: (M, n, …)."""
+    count = outputs[0].numel()
+    eye = torch.eye(count, dtype=outputs.dtype, device=outputs.device)
+    return eye.reshape(count, 1, *outputs.shape[1:]).expand(-1, len(outputs), *outputs.shape[1:])
 
 
 def output_hessian(loss: Loss, outputs: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
@@ -248,15 +269,9 @@ def output_hessian(loss: Loss, outputs: Tensor, batch: Batch, dtype: torch.dtype
     The samples do not interact, so one product gives one column of every sample's Hessian.
     """
     cast = _cast(batch.answered(outputs), dtype)
-    wide, targets = cast.inputs, cast.targets
-    size = outputs[0].numel()
-    columns = []
-    for k in range(size):
-        unit = torch.zeros_like(wide).reshape(len(wide), -1)
-        unit[:, k] = 1
-        product = output_product(loss.total, wide, targets, unit.reshape(wide.shape))
-        columns.append(product.reshape(len(wide), -1))
-    hessian = torch.stack(columns, -1)
+    wide = cast.inputs.detach().requires_grad_()
+    columns = output_products(lambda o: loss.total(o, cast.targets), wide, output_units(wide))
+    hessian = columns.flatten(2).movedim(0, -1)
     return (hessian + hessian.mT) / 2
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import scipy
 import torch
 from torch import nn
 
-from saltflat.losses import JointLoss, Loss
+from saltflat.losses import with_settings
 from saltflat.result import Certificate
 from saltflat.risk import Risk
 from saltflat.session import dense_parts
@@ -66,7 +66,7 @@ def provenance(
         batches=seen.batches,
         batch_size=seen.largest,
         data_hash=f"{seen.checksum:016x}",
-        loss=describe(risk.loss),
+        loss=with_settings(risk.loss),
         curvature=curvature,
         dtype=str(like.dtype).removeprefix("torch."),
         device=str(risk.device),
@@ -97,19 +97,3 @@ def model_hash(model: nn.Module) -> str:
             if content.numel():
                 digest.update(content.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def describe(loss: Loss | JointLoss | Callable[..., Any]) -> str:
-    """The loss's name, with the settings that change its value."""
-    name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
-    settings = []
-    for key, value in sorted(vars(loss).items() if hasattr(loss, "__dict__") else ()):
-        if isinstance(value, torch.Tensor):
-            value = value.tolist()
-        plain = isinstance(value, bool | int | float | str | list)
-        if plain and key not in ("name", "class_dim", "missing") and (key, value) not in _USUAL:
-            settings.append(f"{key}={value}")
-    return f"{name}({', '.join(settings)})" if settings else str(name)
-
-
-_USUAL = [("mean", True), ("ignore_index", -100), ("label_smoothing", 0.0)]

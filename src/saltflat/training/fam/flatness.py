@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils.parametrize import is_parametrized
 
+from saltflat.curvature import output_products, output_units
 from saltflat.geometry import windows
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError
 
@@ -261,13 +262,6 @@ def pull(outputs: Tensor, edges: list[GradientEdge], vectors: Tensor) -> list[Te
     return [None if one[0] is None else torch.stack(one) for one in zip(*each, strict=True)]
 
 
-def units(outputs: Tensor) -> Tensor:
-    """A unit vector for every output of a sample, the same for all samples: (M, n, …)."""
-    count = prod(outputs.shape[1:])
-    eye = torch.eye(count, dtype=outputs.dtype, device=outputs.device)
-    return eye.reshape(count, 1, *outputs.shape[1:]).expand(-1, len(outputs), *outputs.shape[1:])
-
-
 def closed_form(
     loss: CrossEntropy, outputs: Tensor, targets: Tensor, site: Site, simplified: bool
 ) -> Tensor:
@@ -312,8 +306,9 @@ def weigh(loss: Loss, outputs: Tensor, targets: Any, deltas: Tensor) -> tuple[Te
     if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
         diagonal = loss.curvature(outputs, targets).to(outputs.dtype)
         return diagonal.flatten(1).T[..., None, None, None] * deltas, deltas
-    hessian = _output_hessian(lambda o: loss.total(o, targets), outputs, units(outputs))
-    hessian = hessian.flatten(2)  # (M, n, M)
+    hessian = output_products(
+        lambda o: loss.total(o, targets), outputs, output_units(outputs), create_graph=True
+    ).flatten(2)  # (M, n, M)
     return torch.einsum("knl,lngto->kngto", hessian, deltas), deltas
 
 
@@ -321,20 +316,8 @@ def joint(call: Callable[[Tensor], Tensor], outputs: Tensor, deltas: Tensor, for
     """Jᵀ B J contracted, for a loss that couples the samples: B is over all outputs of all."""
     size = outputs.numel()
     eye = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
-    hessian = _output_hessian(call, outputs, eye.reshape(size, *outputs.shape)).flatten(1)
+    units = eye.reshape(size, *outputs.shape)
+    hessian = output_products(call, outputs, units, create_graph=True).flatten(1)
     gradients = (deltas.mT @ form.inputs).movedim(0, 1).flatten(0, 1)  # (n·M, g, o, q)
     mixed = torch.einsum("ab,bgoq->agoq", hessian, gradients)
     return (mixed * torch.einsum("gop,agpq->agoq", form.metric, gradients)).sum()
-
-
-def _output_hessian(call: Callable[[Tensor], Tensor], outputs: Tensor, vectors: Tensor) -> Tensor:
-    """B v for a stack of v, differentiable in the outputs."""
-    (first,) = torch.autograd.grad(call(outputs), outputs, create_graph=True)
-    if not first.requires_grad:
-        return torch.zeros_like(vectors)
-    options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
-    try:
-        return torch.autograd.grad(first, outputs, vectors, is_grads_batched=True, **options)[0]
-    except RuntimeError:
-        each = [torch.autograd.grad(first, outputs, v, **options)[0] for v in vectors]
-    return torch.stack(each)

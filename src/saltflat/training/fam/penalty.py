@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from saltflat.curvature import Additivity, Hutchinson, classify
+from saltflat.curvature import Additivity, Hutchinson, classify, output_units
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch
@@ -34,7 +34,6 @@ from saltflat.training.fam.flatness import (
     joint,
     pull,
     rows_of,
-    units,
     weigh,
     weight_of,
 )
@@ -206,7 +205,7 @@ class Step:
         edges: Mapping[str, GradientEdge],
     ) -> dict[str, Penalty]:
         _warn_if_many(prod(self.outputs.shape[1:]), "outputs")
-        deltas = pull(self.outputs, list(edges.values()), units(self.outputs))
+        deltas = pull(self.outputs, list(edges.values()), output_units(self.outputs))
         nonlinear = self._nonlinear(edges)
         result = {}
         for (name, site), delta in zip(sites.items(), deltas, strict=True):
