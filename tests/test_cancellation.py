@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.curvature.contractions import (
-    ConvLayout,
     Deltas,
-    LinearLayout,
+    Layout,
     Lookup,
     Outer,
     RankOne,
@@ -145,7 +144,7 @@ def terms_of(left: Tensor, right: Tensor, w: Tensor, sign: Tensor | None) -> dic
 
 def ours(left: Tensor, right: Tensor, w: Tensor, sign: Tensor | None) -> dict[str, Tensor]:
     groups = right.shape[1]
-    layout = LinearLayout() if groups == 1 else ConvLayout((1,), groups)
+    layout = Layout() if groups == 1 else Layout((1,), groups)
     term = Outer(list(left), right, layout)
     weight = Weight(layout.assemble(w), layout.matrix)
     s = None if sign is None else sign.to(right)
@@ -256,7 +255,7 @@ def nearly_singular(a: int, b: int) -> tuple[Tensor, Tensor]:
 def test_flatness_of_one_row(a: int, b: int) -> None:
     w, deltas = nearly_singular(a, b)
     inputs = torch.randn(50, b, generator=torch.Generator().manual_seed(4))
-    term = RankOne(Deltas(deltas), inputs, LinearLayout())
+    term = RankOne(Deltas(deltas), inputs, Layout())
     got = term.form("flatness", Weight(w, Matrix()), None)
 
     def terms(delta: Tensor, x: Tensor, w: Tensor) -> Tensor:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.curvature.contractions import (
     Bias,
-    ConvLayout,
     Deltas,
     Explicit,
-    LinearLayout,
+    Layout,
     Lookup,
     Outer,
     RankOne,
@@ -163,11 +162,11 @@ def _terms() -> dict[str, Callable[[], Term]]:
     index = torch.randint(-1, 6, (4, 5), generator=generator)
     return {
         "written out": lambda: Explicit(draw(3, 4, 2, 5)),
-        "one row": lambda: RankOne(Deltas(draw(3, 4, 5)), draw(4, 6), LinearLayout()),
+        "one row": lambda: RankOne(Deltas(draw(3, 4, 5)), draw(4, 6), Layout()),
         "bias": lambda: Bias(Deltas(draw(3, 4, 5))),
-        "pairs": lambda: Outer(list(draw(3, 4, 1, 5, 3)), draw(4, 1, 6, 3), LinearLayout()),
-        "groups": lambda: Outer(list(draw(3, 4, 2, 5, 3)), draw(4, 2, 6, 3), ConvLayout((1,), 2)),
-        "gradients": lambda: Outer(list(draw(3, 4, 1, 5, 20)), draw(4, 1, 6, 20), LinearLayout()),
+        "pairs": lambda: Outer(list(draw(3, 4, 1, 5, 3)), draw(4, 1, 6, 3), Layout()),
+        "groups": lambda: Outer(list(draw(3, 4, 2, 5, 3)), draw(4, 2, 6, 3), Layout((1,), 2)),
+        "gradients": lambda: Outer(list(draw(3, 4, 1, 5, 20)), draw(4, 1, 6, 20), Layout()),
         "rows of a table": lambda: Lookup(index, list(draw(3, 4, 5, 2)), 6),
     }
 

@@ -62,120 +62,66 @@ from torch import Tensor
 from saltflat.geometry import Matrix
 
 
-class Layout(ABC):
-    """Frozen, so that equal layouts compare equal: their positions can be put side by side."""
-
-    @property
-    @abstractmethod
-    def matrix(self) -> Matrix:
-        """The layout of the parameter itself."""
-
-    @abstractmethod
-    def assemble(self, factored: Tensor) -> Tensor:
-        """(…, g, a, b) as (…, *shape of the parameter)."""
-
-    @abstractmethod
-    def factored(self, weight: Tensor) -> Tensor:
-        """The parameter's shape as (g, a, b)."""
-
-    def inputs(self, values: Tensor) -> Tensor:
-        """(…, g, b), summed over kernel positions: (…, input units)."""
-        return values.flatten(-2)
-
-    def outputs(self, values: Tensor) -> Tensor:
-        """(…, g, a), summed over kernel positions: (…, output units)."""
-        return values.flatten(-2)
-
-    def spread(self, units: Tensor) -> Tensor:
-        """One value an input unit as (g, b), repeated over kernel positions."""
-        return units.reshape(self.matrix.groups, -1)
-
-    @property
-    def rows_are_units(self) -> bool:
-        """Whether each of the a rows is one output unit."""
-        return True
-
-
 @final
 @dataclass(frozen=True, slots=True)
-class LinearLayout(Layout):
-    """(1, out, in), stored as it is or transposed."""
+class Layout:
+    """A weight (out, in/g, *kernel) as (g, out/g, in/g · kernel), with channels `last` as
+    (1, out, kernel · in); or, `transposed`, (in, out/g, *kernel) as (g, out/g · kernel, in/g).
 
+    Equal layouts compare equal: their positions can be put side by side.
+    """
+
+    kernel: tuple[int, ...] = ()
+    groups: int = 1
     transposed: bool = False
-
-    @property
-    def matrix(self) -> Matrix:
-        return Matrix(out=1 if self.transposed else 0)
-
-    def assemble(self, factored: Tensor) -> Tensor:
-        square = factored.squeeze(-3)
-        return square.mT if self.transposed else square
-
-    def factored(self, weight: Tensor) -> Tensor:
-        return (weight.mT if self.transposed else weight).unsqueeze(0)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ConvLayout(Layout):
-    """(g, out/g, in/g · kernel); with channels last (1, out, kernel · in)."""
-
-    kernel: tuple[int, ...]
-    groups: int
     last: bool = False
 
     @property
     def matrix(self) -> Matrix:
-        return Matrix(groups=self.groups)
-
-    def assemble(self, factored: Tensor) -> Tensor:
-        if not self.last:
-            return torch.unflatten(factored.flatten(-3, -2), -1, (-1, *self.kernel))
-        split = torch.unflatten(factored.squeeze(-3), -1, (*self.kernel, -1))
-        return split.movedim(-1, -1 - len(self.kernel))
-
-    def factored(self, weight: Tensor) -> Tensor:
-        if not self.last:
-            return weight.reshape(self.groups, len(weight) // self.groups, -1)
-        return weight.movedim(1, -1).reshape(1, len(weight), -1)
-
-    def inputs(self, values: Tensor) -> Tensor:
-        taps = prod(self.kernel)
-        if self.last:
-            return torch.unflatten(values.squeeze(-2), -1, (taps, -1)).sum(-2)
-        return torch.unflatten(values, -1, (-1, taps)).sum(-1).flatten(-2)
-
-    def spread(self, units: Tensor) -> Tensor:
-        taps = prod(self.kernel)
-        if self.last:
-            return units.repeat(taps).unsqueeze(0)
-        return units.repeat_interleave(taps).reshape(self.groups, -1)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ConvTransposeLayout(Layout):
-    """(g, out/g · kernel, in/g)."""
-
-    kernel: tuple[int, ...]
-    groups: int
-
-    @property
-    def matrix(self) -> Matrix:
-        return Matrix(out=1, groups=self.groups)
-
-    def assemble(self, factored: Tensor) -> Tensor:
-        return torch.unflatten(factored.mT.flatten(-3, -2), -1, (-1, *self.kernel))
-
-    def factored(self, weight: Tensor) -> Tensor:
-        return weight.reshape(self.groups, len(weight) // self.groups, -1).mT
-
-    def outputs(self, values: Tensor) -> Tensor:
-        return torch.unflatten(values, -1, (-1, prod(self.kernel))).sum(-1).flatten(-2)
+        """The layout of the parameter itself."""
+        return Matrix(out=int(self.transposed), groups=self.groups)
 
     @property
     def rows_are_units(self) -> bool:
-        return False
+        """Whether each of the a rows is one output unit."""
+        return not (self.transposed and self.kernel)
+
+    def assemble(self, factored: Tensor) -> Tensor:
+        """(…, g, a, b) as (…, *shape of the parameter)."""
+        if self.last:
+            split = torch.unflatten(factored.squeeze(-3), -1, (*self.kernel, -1))
+            return split.movedim(-1, -1 - len(self.kernel))
+        lines = factored.mT if self.transposed else factored
+        return torch.unflatten(lines.flatten(-3, -2), -1, (-1, *self.kernel))
+
+    def factored(self, weight: Tensor) -> Tensor:
+        """The parameter's shape as (g, a, b)."""
+        if self.last:
+            return weight.movedim(1, -1).reshape(1, len(weight), -1)
+        lines = weight.reshape(self.groups, len(weight) // self.groups, -1)
+        return lines.mT if self.transposed else lines
+
+    def inputs(self, values: Tensor) -> Tensor:
+        """(…, g, b), summed over kernel positions: (…, input units)."""
+        if self.last:
+            return torch.unflatten(values.squeeze(-2), -1, (prod(self.kernel), -1)).sum(-2)
+        return values.flatten(-2) if self.transposed else self._over_kernel(values)
+
+    def outputs(self, values: Tensor) -> Tensor:
+        """(…, g, a), summed over kernel positions: (…, output units)."""
+        return self._over_kernel(values) if self.transposed else values.flatten(-2)
+
+    def _over_kernel(self, values: Tensor) -> Tensor:
+        if not self.kernel:
+            return values.flatten(-2)
+        return torch.unflatten(values, -1, (-1, prod(self.kernel))).sum(-1).flatten(-2)
+
+    def spread(self, units: Tensor) -> Tensor:
+        """One value an input unit as (g, b), repeated over kernel positions."""
+        if self.last:
+            return units.repeat(prod(self.kernel)).unsqueeze(0)
+        taps = 1 if self.transposed else prod(self.kernel)
+        return units.repeat_interleave(taps).reshape(self.groups, -1)
 
 
 # One tensor a direction, or all of them stacked.
@@ -745,7 +691,7 @@ class RankOne(Term):
 
     deltas: Deltas
     inputs: Tensor
-    layout: LinearLayout
+    layout: Layout
 
     def outer(self) -> Outer:
         """The same with an axis of positions, to be put beside other uses of the weight."""

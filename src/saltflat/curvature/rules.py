@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, ClassVar, final
 
@@ -30,12 +31,10 @@ from torch.overrides import TorchFunctionMode
 
 from saltflat.curvature.contractions import (
     Bias,
-    ConvLayout,
-    ConvTransposeLayout,
     Deltas,
     Each,
     Explicit,
-    LinearLayout,
+    Layout,
     Lookup,
     Outer,
     RankOne,
@@ -120,7 +119,7 @@ class LinearUse(Use):
     transposed: bool = False
 
     def matrix(self) -> Matrix:
-        return LinearLayout(self.transposed).matrix
+        return Matrix(out=int(self.transposed))
 
     def features(self) -> Tensor:
         return self.input.flatten(0, -2)
@@ -130,7 +129,7 @@ class LinearUse(Use):
         return self.transposed
 
     def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
-        layout = LinearLayout(self.transposed)
+        layout = Layout(transposed=self.transposed)
         if len(self.shape) == 2 and self.shape[0] == rows.count:
             deltas = Deltas(stack(kept))
             if "weight" in self.names:
@@ -209,7 +208,7 @@ class ConvUse(Use):
                 patches = view.reshape(len(view), 1, prod(size), -1).mT
             else:
                 patches = _patch_matrix(self.window, self.input, size)
-            layout = ConvLayout(self.window.kernel, groups, last)
+            layout = Layout(self.window.kernel, groups, last=last)
             yield self.names["weight"], Outer(left, _side_by_side(patches, rows), layout)
         if "bias" in self.names:
             yield self.names["bias"], Explicit(torch.stack([d.sum(3).flatten(1) for d in left]))
@@ -237,7 +236,7 @@ class ConvTransposeUse(Use):
         if "weight" in self.names:
             left = [_side_by_side(_patch_matrix(self.window, d, size), rows) for d in kept]
             right = _side_by_side(_grouped(self.input, groups), rows)
-            layout = ConvTransposeLayout(self.window.kernel, groups)
+            layout = Layout(self.window.kernel, groups, transposed=True)
             yield self.names["weight"], Outer(left, right, layout)
         if "bias" in self.names:
             summed = [rows.first(d.flatten(2).sum(2)).sum(1) for d in kept]
@@ -345,8 +344,21 @@ Names = Mapping[int, str]  # id of a parameter -> its name
 Builder = Callable[[Names, Arguments, Tensor], Use | None]
 
 
+class Safe(TorchFunctionMode):
+    """Carries out a forward pass in a form that can be differentiated rightly and twice."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ADJUSTED:
+            return _REPLACED.get(func, func)(*args, **kwargs)
+        bound = dict(zip(_OPERATIONS[func][0], args, strict=False)) | kwargs
+        return func(**bound | _ADJUSTED[func](bound))
+
+
 @final
-class Recorder(TorchFunctionMode):
+class Recorder(Safe):
     """Context manager around a forward pass; afterwards `uses` holds what was seen, in order."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -357,33 +369,15 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        output = super().__torch_function__(func, types, args, kwargs)
         known = _OPERATIONS.get(func)
-        if known is None:
-            return _REPLACED.get(func, func)(*args, **kwargs)
-        signature, build = known
-        bound = dict(zip(signature, args, strict=False)) | kwargs
-        bound = _adjust(func, bound)
-        output = func(*args, **kwargs) if func not in _ADJUSTED else func(**bound)
-        if isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
+        if known and isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
+            signature, build = known
+            bound = dict(zip(signature, args, strict=False)) | (kwargs or {})
             use = build(self.names, bound, output)
             if use is not None:
                 self.uses.append(use)
         return output
-
-
-@final
-class Safe(TorchFunctionMode):
-    """Carries out a forward pass with the adjustments that `Recorder` makes, recording nothing."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _ADJUSTED:
-            return _REPLACED.get(func, func)(*args, **kwargs)
-        signature, _ = _OPERATIONS[func]
-        return func(**_adjust(func, dict(zip(signature, args, strict=False)) | kwargs))
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -409,18 +403,13 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch._C._nn.hardsigmoid_: lambda input: _hardsigmoid(input, inplace=True),
 }
 
-_ADJUSTED = {F.embedding, F.group_norm}
-
-
-def _adjust(func: Any, bound: Arguments) -> Arguments:
-    """The same function, in a form that can be differentiated rightly and twice."""
-    if func is F.embedding:
-        # Both options change what autograd calls the gradient, not the function.
-        return bound | {"sparse": False, "scale_grad_by_freq": False}
-    if func is F.group_norm:
-        # Its second derivative crashes torch (2.13) on channels-last inputs.
-        return bound | {"input": bound["input"].contiguous()}
-    return bound
+# The same functions with other arguments.
+_ADJUSTED: dict[Any, Callable[[Arguments], Arguments]] = {
+    # Both options change what autograd calls the gradient, not the function.
+    F.embedding: lambda bound: {"sparse": False, "scale_grad_by_freq": False},
+    # Its second derivative crashes torch (2.13) on channels-last inputs.
+    F.group_norm: lambda bound: {"input": bound["input"].contiguous()},
+}
 
 
 def _roles(names: Names, arguments: Arguments, **roles: str) -> dict[str, str]:
@@ -429,26 +418,17 @@ def _roles(names: Names, arguments: Arguments, **roles: str) -> dict[str, str]:
     return {role: name for role, name in found.items() if name is not None}
 
 
-def _linear(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    roles = _roles(names, a, weight="weight", bias="bias")
-    if not roles or a["weight"].ndim != 2:
-        return None
-    return LinearUse(roles, a["input"].detach(), get_gradient_edge(z), z.shape)
-
-
-def _matmul(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    roles = _roles(names, a, weight="other")
-    if not roles or a["other"].ndim != 2 or a["input"].ndim < 2:
-        return None
-    return LinearUse(roles, a["input"].detach(), get_gradient_edge(z), z.shape, transposed=True)
-
-
-def _addmm(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    roles = _roles(names, a, weight="mat2", bias="input")
+def _linear(
+    keys: tuple[str, str, str], transposed: bool, names: Names, a: Arguments, z: Tensor
+) -> Use | None:
+    """`keys` are the arguments for the input, the weight and the bias."""
+    x, weight, bias = keys
+    roles = _roles(names, a, weight=weight, bias=bias)
     plain = a.get("beta", 1) == 1 and a.get("alpha", 1) == 1
-    if not roles or not plain or a["input"].ndim != 1:
+    rows = bias not in a or a[bias] is None or a[bias].ndim == 1  # the same bias for every row
+    if not (roles and plain and rows) or a[weight].ndim != 2 or (transposed and a[x].ndim < 2):
         return None
-    return LinearUse(roles, a["mat1"].detach(), get_gradient_edge(z), z.shape, transposed=True)
+    return LinearUse(roles, a[x].detach(), get_gradient_edge(z), z.shape, transposed=transposed)
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -470,21 +450,14 @@ def _window(a: Arguments, dims: int) -> Window:
     return Window(kernel, stride, before, after, dilation, a.get("groups", 1))
 
 
-def _conv(names: Names, a: Arguments, z: Tensor) -> Use | None:
+def _conv(
+    use: type[ConvUse | ConvTransposeUse], names: Names, a: Arguments, z: Tensor
+) -> Use | None:
     dims = a["weight"].ndim - 2
     roles = _roles(names, a, weight="weight", bias="bias")
     if not roles or a["input"].ndim != dims + 2:
         return None
-    return ConvUse(roles, a["input"].detach(), get_gradient_edge(z), z.shape, _window(a, dims))
-
-
-def _conv_transpose(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    dims = a["weight"].ndim - 2
-    roles = _roles(names, a, weight="weight", bias="bias")
-    if not roles or a["input"].ndim != dims + 2:
-        return None
-    window = _window(a, dims)
-    return ConvTransposeUse(roles, a["input"].detach(), get_gradient_edge(z), z.shape, window)
+    return use(roles, a["input"].detach(), get_gradient_edge(z), z.shape, _window(a, dims))
 
 
 def _embedding(names: Names, a: Arguments, z: Tensor) -> Use | None:
@@ -496,66 +469,43 @@ def _embedding(names: Names, a: Arguments, z: Tensor) -> Use | None:
     return EmbeddingUse(roles, a["input"], get_gradient_edge(z), z.shape, rows, padding)
 
 
-def _norm(names: Names, a: Arguments, z: Tensor, trailing: bool, call: Any) -> Use | None:
+def _norm(
+    call: Callable[..., Tensor], trailing: bool, names: Names, a: Arguments, z: Tensor
+) -> Use | None:
     """Channels are the trailing dimensions (layer norm) or dimension 1 (all others)."""
     roles = _roles(names, a, weight="weight", bias="bias")
-    if not roles:
+    if not roles or a.get("training"):
         return None
-    align, shapes = {}, {}
-    for role in roles:
-        shape = a[role].shape
-        ones = (1,) * (z.ndim - len(shape))
-        align[role] = (*ones, *shape) if trailing else (1, *shape, *(1,) * (z.ndim - 2))
-        shapes[role] = shape
-    bare = {key: value for key, value in a.items() if key not in ("weight", "bias")}
+    shapes = {role: a[role].shape for role in roles}
+    align = {
+        role: _aligned(shape, z) if trailing else _by_channel(shape, z)
+        for role, shape in shapes.items()
+    }
     x = a["input"].detach()
-
-    def normalize() -> Tensor:
-        normalized: Tensor = call(**bare | {"input": x})
-        return normalized
-
+    bare = {key: value for key, value in a.items() if key not in ("weight", "bias")}
+    normalize = partial(call, **bare | {"input": x})
     return NormUse(roles, x, get_gradient_edge(z), z.shape, align, shapes, normalize)
 
 
-def _batch_norm(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    return None if a.get("training") else _norm(names, a, z, False, F.batch_norm)
+def _aligned(shape: torch.Size, z: Tensor) -> tuple[int, ...]:
+    return (1,) * (z.ndim - len(shape)) + tuple(shape)
 
 
-def _instance_norm(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    return _norm(names, a, z, False, F.instance_norm)
+def _by_channel(shape: torch.Size, z: Tensor) -> tuple[int, ...]:
+    return 1, *shape, *(1,) * (z.ndim - 2)
 
 
-def _group_norm(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    return _norm(names, a, z, False, F.group_norm)
-
-
-def _layer_norm(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    return _norm(names, a, z, True, F.layer_norm)
-
-
-def _rms_norm(names: Names, a: Arguments, z: Tensor) -> Use | None:
-    return _norm(names, a, z, True, F.rms_norm)
-
-
-def _spread(role: str) -> Builder:
+def _spread(role: str, names: Names, a: Arguments, z: Tensor) -> Use | None:
     """x ∘ w or x + b, whichever operand is the parameter."""
-
-    def build(names: Names, a: Arguments, z: Tensor) -> Use | None:
-        if a.get("alpha", 1) != 1:
-            return None
-        one, other = a["input"], a["other"]
-        if id(one) in names and id(other) not in names:
-            one, other = other, one
-        name = names.get(id(other))
-        if name is None or id(one) in names or other.ndim > z.ndim:
-            return None
-        align = (1,) * (z.ndim - other.ndim) + tuple(other.shape)
-        x = one.detach() if isinstance(one, Tensor) else torch.as_tensor(one, device=z.device)
-        return ElementwiseUse(
-            {role: name}, x, get_gradient_edge(z), z.shape, {role: align}, {role: other.shape}
-        )
-
-    return build
+    one, other = a["input"], a["other"]
+    if id(one) in names and id(other) not in names:
+        one, other = other, one
+    name = names.get(id(other))
+    if a.get("alpha", 1) != 1 or name is None or id(one) in names or other.ndim > z.ndim:
+        return None
+    x = one.detach() if isinstance(one, Tensor) else torch.as_tensor(one, device=z.device)
+    align, shapes = {role: _aligned(other.shape, z)}, {role: other.shape}
+    return ElementwiseUse({role: name}, x, get_gradient_edge(z), z.shape, align, shapes)
 
 
 def _prelu(names: Names, a: Arguments, z: Tensor) -> Use | None:
@@ -563,7 +513,7 @@ def _prelu(names: Names, a: Arguments, z: Tensor) -> Use | None:
     if not roles:
         return None
     shape = a["weight"].shape
-    align = {"weight": (1, *shape, *(1,) * (z.ndim - 2))}
+    align = {"weight": _by_channel(shape, z)}
     below = a["input"].detach().clamp(max=0)
     return ElementwiseUse(roles, below, get_gradient_edge(z), z.shape, align, {"weight": shape})
 
@@ -584,24 +534,52 @@ _PAIR = ("input", "other")
 
 # What a call is known by -> (names of its positional arguments, what notes it).
 _RULES: list[tuple[tuple[Any, ...], tuple[str, ...], Builder]] = [
-    ((F.linear,), ("input", "weight", "bias"), _linear),
-    ((torch.addmm,), ("input", "mat1", "mat2"), _addmm),
-    ((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _PAIR, _matmul),
-    ((torch.conv1d, torch.conv2d, torch.conv3d), _CONV, _conv),
+    (
+        (F.linear,),
+        ("input", "weight", "bias"),
+        partial(_linear, ("input", "weight", "bias"), False),
+    ),
+    ((torch.addmm,), ("input", "mat1", "mat2"), partial(_linear, ("mat1", "mat2", "input"), True)),
+    (
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__),
+        _PAIR,
+        partial(_linear, ("input", "other", ""), True),
+    ),
+    ((torch.conv1d, torch.conv2d, torch.conv3d), _CONV, partial(_conv, ConvUse)),
     (
         (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
         _TRANSPOSE,
-        _conv_transpose,
+        partial(_conv, ConvTransposeUse),
     ),
     ((F.embedding,), _LOOKUP, _embedding),
-    ((F.batch_norm,), (*_STATISTICS, "training", "momentum", "eps"), _batch_norm),
-    ((F.instance_norm,), (*_STATISTICS, "use_input_stats", "momentum", "eps"), _instance_norm),
-    ((F.layer_norm,), ("input", "normalized_shape", "weight", "bias", "eps"), _layer_norm),
-    ((F.rms_norm,), ("input", "normalized_shape", "weight", "eps"), _rms_norm),
-    ((F.group_norm,), ("input", "num_groups", "weight", "bias", "eps"), _group_norm),
+    (
+        (F.batch_norm,),
+        (*_STATISTICS, "training", "momentum", "eps"),
+        partial(_norm, F.batch_norm, False),
+    ),
+    (
+        (F.instance_norm,),
+        (*_STATISTICS, "use_input_stats", "momentum", "eps"),
+        partial(_norm, F.instance_norm, False),
+    ),
+    (
+        (F.layer_norm,),
+        ("input", "normalized_shape", "weight", "bias", "eps"),
+        partial(_norm, F.layer_norm, True),
+    ),
+    (
+        (F.rms_norm,),
+        ("input", "normalized_shape", "weight", "eps"),
+        partial(_norm, F.rms_norm, True),
+    ),
+    (
+        (F.group_norm,),
+        ("input", "num_groups", "weight", "bias", "eps"),
+        partial(_norm, F.group_norm, False),
+    ),
     ((F.prelu,), ("input", "weight"), _prelu),
-    ((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _PAIR, _spread("weight")),
-    ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, _spread("bias")),
+    ((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _PAIR, partial(_spread, "weight")),
+    ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, partial(_spread, "bias")),
 ]
 _OPERATIONS: dict[Any, tuple[tuple[str, ...], Builder]] = {
     function: (signature, build) for functions, signature, build in _RULES for function in functions
