@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -303,6 +304,7 @@ class NormalizedCrossEntropy(Loss):
             )
 
 
+@dataclass(eq=False)
 class UserLoss:
     """A user's callable. What it may depend on is the outputs and the targets, nothing else.
 
@@ -313,16 +315,12 @@ class UserLoss:
     missing : torch's words for the second derivative that it does not have; empty if it has one.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Tensor],
-        measured: Mapping[str, Tensor] | None = None,
-        missing: str = "",
-    ) -> None:
-        self.call = call
-        self.measured = measured or {}
-        self.missing = missing
-        self.name = describe(call)
+    call: Callable[..., Tensor]
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    missing: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = describe(self.call)
 
     def value(self, outputs: Tensor, targets: Any) -> Tensor:
         """One number, differentiable in the outputs.
@@ -337,6 +335,7 @@ class UserLoss:
 
 
 @final
+@dataclass(eq=False)
 class CustomLoss(UserLoss, Loss):
     """A user's callable, found to be a mean or a sum over samples.
 
@@ -344,15 +343,7 @@ class CustomLoss(UserLoss, Loss):
     mean looks like a mean as long as the weights happen to agree.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Tensor],
-        mean: bool,
-        measured: Mapping[str, Tensor] | None = None,
-        missing: str = "",
-    ) -> None:
-        super().__init__(call, measured, missing)
-        self.mean = mean
+    mean: bool = True
 
     def total(self, outputs: Tensor, targets: Any) -> Tensor:
         value = self.value(outputs, targets)
@@ -363,6 +354,7 @@ class CustomLoss(UserLoss, Loss):
 
 
 @final
+@dataclass(eq=False)
 class JointLoss(UserLoss):
     """A user's callable that does not add up over samples: only the whole batch has a value."""
 
@@ -508,15 +500,22 @@ NAMED: dict[str, Callable[[], Loss]] = {
     "normalized_cross_entropy": NormalizedCrossEntropy,
 }
 
-# The functional forms, with the options that their classes above take.
-_FUNCTIONS: dict[Callable[..., Tensor], tuple[Callable[..., Loss], set[str]]] = {
-    F.cross_entropy: (CrossEntropy, {"weight", "ignore_index", "label_smoothing", "reduction"}),
-    F.mse_loss: (MeanSquaredError, {"reduction"}),
-    F.binary_cross_entropy_with_logits: (
+# Torch's modules and functions, with the options that the classes above take of them.
+_KNOWN: tuple[tuple[type, Callable[..., Tensor], Callable[..., Loss], set[str]], ...] = (
+    (
+        nn.CrossEntropyLoss,
+        F.cross_entropy,
+        CrossEntropy,
+        {"weight", "ignore_index", "label_smoothing", "reduction"},
+    ),
+    (nn.MSELoss, F.mse_loss, MeanSquaredError, {"reduction"}),
+    (
+        nn.BCEWithLogitsLoss,
+        F.binary_cross_entropy_with_logits,
         BinaryCrossEntropy,
         {"weight", "pos_weight", "reduction"},
     ),
-}
+)
 
 
 def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
@@ -527,18 +526,14 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
         return NAMED[loss]()
     if isinstance(loss, type):
         raise InvalidType(f"The loss is a class. Pass an instance: {loss.__name__}().")
-    if type(loss) is nn.CrossEntropyLoss:
-        return CrossEntropy(loss.weight, loss.ignore_index, loss.label_smoothing, loss.reduction)
-    if type(loss) is nn.MSELoss:
-        return MeanSquaredError(loss.reduction)
-    if type(loss) is nn.BCEWithLogitsLoss:
-        return BinaryCrossEntropy(loss.weight, loss.pos_weight, loss.reduction)
-    function, options = loss, {}
+    call, given = loss, {}
     if isinstance(loss, functools.partial) and not loss.args:
-        function, options = loss.func, loss.keywords
-    for known, (kind, accepted) in _FUNCTIONS.items():
-        if function is known and set(options) <= accepted:
-            return kind(**options)
+        call, given = loss.func, loss.keywords
+    for module, function, kind, options in _KNOWN:
+        if type(loss) is module:
+            return kind(**{name: getattr(loss, name) for name in options})
+        if call is function and set(given) <= options:
+            return kind(**given)
     if getattr(loss, "reduction", "mean") == "none":
         _reduction("none")
     if not callable(loss):

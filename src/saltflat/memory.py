@@ -12,9 +12,10 @@ from saltflat.errors import SaltflatError
 Result = TypeVar("Result")
 
 
-def out_of_memory(error: RuntimeError) -> bool:
+def out_of_memory(error: Exception) -> bool:
     """Whether torch could not allocate, on any device."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    said = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def ordinary(error: Exception) -> bool:
@@ -24,9 +25,8 @@ def ordinary(error: Exception) -> bool:
     """
     kinds = RuntimeError | TypeError | ValueError | IndexError | AttributeError
     theirs = type(error).__module__.partition(".")[0] in ("builtins", "torch")
-    if isinstance(error, SaltflatError) or not (theirs and isinstance(error, kinds)):
-        return False
-    return not (isinstance(error, RuntimeError) and out_of_memory(error))
+    ours = isinstance(error, SaltflatError)
+    return theirs and isinstance(error, kinds) and not ours and not out_of_memory(error)
 
 
 def halving(call: Callable[[int], Result], size: int) -> Result:

@@ -307,6 +307,15 @@ class Risk:
             self._start.restore()
             self.watched.end(again)
 
+    def chunks(self, size: int | None) -> Iterator[Batch]:
+        """The batches in portions of so many samples; all of them as one for None."""
+        if size is None:
+            yield join(list(self.batches()))
+            return
+        for batch in self.batches():
+            for start in range(0, batch.size, size):
+                yield batch.part(start, start + size)
+
     def _read(self, items: Iterable[Any], tally: Tally) -> Iterator[Batch]:
         for index, item in enumerate(items):
             batch = self._batch(item, f"batch {index}")
@@ -621,23 +630,17 @@ def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> No
     for name, p in everything.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"Parameter {name!r} is lazy: run the model once before measuring.")
-        problem = (
-            "a meta tensor without values"
-            if p.is_meta
-            else None
-            if name not in measured
-            else "quantised"
-            if p.is_quantized
-            else "complex"
-            if p.is_complex()
-            else f"of dtype {p.dtype}, which has no derivatives"
-            if not p.is_floating_point()
-            else "an inference tensor, which autograd cannot use; make the model outside of "
-            "torch.inference_mode()"
-            if p.is_inference()
-            else None
-        )
-        if problem:
+        problems = {
+            "a meta tensor without values": p.is_meta,
+            "quantised": name in measured and p.is_quantized,
+            "complex": name in measured and p.is_complex(),
+            f"of dtype {p.dtype}, which has no derivatives": name in measured
+            and not p.is_floating_point(),
+            "an inference tensor, which autograd cannot use; make the model outside of "
+            "torch.inference_mode()": name in measured and p.is_inference(),
+        }
+        if any(problems.values()):
+            problem = next(words for words, is_so in problems.items() if is_so)
             raise ModelError(f"Parameter {name!r} cannot be measured: it is {problem}.")
 
 

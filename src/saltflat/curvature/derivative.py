@@ -339,12 +339,6 @@ def _shifted(
         _bind(parameters, own)
 
 
-def _difference(
-    risk: Risk, batch: Batch, cotangent: Tensor, direction: Mapping[str, Tensor], step: float
-) -> float:
-    return _slope(risk, batch, cotangent, risk.parameters, direction, step)
-
-
 def _slope(
     risk: Risk,
     batch: Batch,
@@ -431,7 +425,7 @@ def _disagreeing(
     for name, gradient in gradients.items():
         if not asked.agrees({name: gradient}, noise):
             direction = _along(risk.parameters, {name: gradient})
-            slope = _difference(risk, batch, cotangent, direction, how.steps[0])
+            slope = asked.slope(direction, how.steps[0])
             blamed[name] = slope, _dot({name: gradient}, direction)
     return blamed or {"all parameters together": (float("nan"), float("nan"))}
 
@@ -459,12 +453,13 @@ class _Question:
         slope = _dot(gradients, direction)
         rounding = 64 * float(torch.finfo(self.cotangent.dtype).eps) * self.size
         return any(
-            self.how.same(slope, self._difference(direction, step), noise + rounding / step)
+            self.how.same(slope, self.slope(direction, step), noise + rounding / step)
             for step in self.how.steps
         )
 
-    def _difference(self, direction: Mapping[str, Tensor], step: float) -> float:
-        return _difference(self.risk, self.batch, self.cotangent, direction, step)
+    def slope(self, direction: Mapping[str, Tensor], step: float) -> float:
+        parameters = self.risk.parameters
+        return _slope(self.risk, self.batch, self.cotangent, parameters, direction, step)
 
 
 def _written(risk: Risk, batch: Batch) -> set[str]:

@@ -302,10 +302,10 @@ def classify(
         batch, outputs = join([batch, batch]), torch.cat([outputs, outputs])
     mixed = torch.lerp(outputs.detach(), outputs.detach().roll(1, 0), 0.1)
     for mean in (True, False):
-        candidate = CustomLoss(call, mean, measured, missing)
+        candidate = CustomLoss(call, measured or {}, missing, mean)
         if _adds_up(candidate, batch.answered(mixed)):
             return candidate
-    return JointLoss(call, measured, missing)
+    return JointLoss(call, measured or {}, missing)
 
 
 def _missing_derivative(call: Callable[..., Tensor], outputs: Tensor, batch: Batch) -> str:

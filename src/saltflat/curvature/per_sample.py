@@ -52,7 +52,7 @@ class PerSample:
         try:
             found = self._together(batch, columns)
         except Exception as error:  # vmap refuses in many ways
-            if isinstance(error, RuntimeError) and out_of_memory(error):
+            if out_of_memory(error):
                 raise
             return None
         return found if self._agrees(batch, columns, found) else None
@@ -67,7 +67,11 @@ class PerSample:
 
         def one(x: Any, cotangents: Tensor) -> dict[str, Tensor]:
             def outputs(parameters: dict[str, Tensor]) -> Tensor:
-                return self._call(parameters, Batch(x, None, 1, batch.where))
+                own = {f"model.{name}": p for name, p in parameters.items()}
+                sample = Batch(x, None, 1, batch.where)
+                with Safe():
+                    found: Tensor = functional_call(_Forward(self.risk), own, (sample,))
+                return found
 
             pull = vjp(outputs, fixed)[1]
             gradients: dict[str, Tensor] = vmap(lambda u: pull(u.unsqueeze(0))[0])(cotangents)
@@ -76,26 +80,16 @@ class PerSample:
         result = vmap(one, in_dims=(dims, 1), out_dims=1)(inputs, columns)
         return {name: g.detach() for name, g in result.items()}
 
-    def _call(self, parameters: dict[str, Tensor], batch: Batch) -> Tensor:
-        with Safe():
-            outputs: Tensor = functional_call(_Forward(self.risk), _prefixed(parameters), (batch,))
-        return outputs
-
     def _alone(self, batch: Batch, columns: Tensor) -> dict[str, Tensor]:
         with Safe():
             outputs = self.risk.forward(batch)
         parameters = list(self.parameters.values())
-        rows = [
-            torch.autograd.grad(outputs, parameters, column, retain_graph=True, allow_unused=True)
-            for column in columns
-        ]
-        found = {}
-        for name, parameter, gradients in zip(
-            self.parameters, parameters, zip(*rows, strict=True), strict=True
-        ):
-            dense = [torch.zeros_like(parameter) if g is None else g for g in gradients]
-            found[name] = torch.stack([_dense(g) for g in dense]).unsqueeze(1).detach()
-        return found
+        options: Any = {"retain_graph": True, "materialize_grads": True}
+        rows = [torch.autograd.grad(outputs, parameters, c, **options) for c in columns]
+        return {
+            name: torch.stack([g.to_dense() for g in gradients]).unsqueeze(1).detach()
+            for name, gradients in zip(self.parameters, zip(*rows, strict=True), strict=True)
+        }
 
     def _agrees(self, batch: Batch, columns: Tensor, found: dict[str, Tensor]) -> bool:
         """Whether what vmap gave adds up to autograd's own gradient of the whole batch."""
@@ -125,11 +119,3 @@ class _Forward(torch.nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self.risk.forward(batch)
-
-
-def _prefixed(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"model.{name}": p for name, p in parameters.items()}
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, final
 
 import torch
@@ -152,12 +153,10 @@ def patch_entries(use: Use) -> int:
     window = getattr(use, "window", None)
     if window is None:
         return use.input.numel()
-    taps = 1
-    for k in window.kernel:
-        taps *= k
-    positions = use.shape[2:].numel() if use.rule == "conv" else use.input.shape[2:].numel()
-    channels = use.input.shape[1] if use.rule == "conv" else use.shape[1]
-    return int(use.shape[0] * channels * taps * positions)
+    seen, positions = (
+        (use.input.shape, use.shape) if use.rule == "conv" else (use.shape, use.input.shape)
+    )
+    return prod((*seen[:2], *window.kernel, *positions[2:]))
 
 
 def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
@@ -165,11 +164,12 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
 
     It is kept for the call: what holds from batch to batch is looked at on every chunk.
     """
-    key = _shapes(batch), certify
+    key = batch.size > 1, _leaf_shapes(batch), certify
     if key in risk.plans:
         plan: Plan = risk.plans[key]
         return plan
-    size = probe_size(batch.size)
+    # A few samples, and no more than a small share of the work ahead.
+    size = batch.size if batch.size <= 4 else min(8, max(2, batch.size // 32))
     try:
         plan = _probe_some(risk, batch, size, certify)
     except Exception as error:
@@ -196,18 +196,8 @@ _ENOUGH = 32  # samples to look through for one that moves every parameter
 
 def _final(error: Exception) -> bool:
     """Whether trying again with all samples is no use."""
-    if isinstance(error, RuntimeError) and out_of_memory(error):
-        return True
-    return isinstance(error, SaltflatError) and not isinstance(error, RuntimeError)
-
-
-def probe_size(samples: int) -> int:
-    """How many samples to probe: a few, and no more than a small share of the work ahead."""
-    return samples if samples <= 4 else min(8, max(2, samples // 32))
-
-
-def _shapes(batch: Batch) -> Hashable:
-    return batch.size > 1, _leaf_shapes(batch)
+    ours = isinstance(error, SaltflatError) and not isinstance(error, RuntimeError)
+    return ours or out_of_memory(error)
 
 
 def _leaf_shapes(batch: Batch) -> Hashable:
@@ -349,7 +339,7 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
         with Safe():  # as what was expected was computed
             return close(risk.forward(batch), expected)
     except Exception as error:
-        if isinstance(error, RuntimeError) and out_of_memory(error):
+        if out_of_memory(error):
             raise
         return False
 
@@ -431,7 +421,7 @@ class _Probe:
             signature=signature(self.uses),
             trail=proof.trail,
             narrow=proof.narrow,
-            channels_last=self.channels_last,
+            channels_last=self._channels_last(outputs),
             **self._sizes(outputs),
         )
 
@@ -468,19 +458,17 @@ class _Probe:
                 found.setdefault(name, Matrix())
         return {name: found[name] for name in rules if name in found}
 
-    def _images(self) -> bool:
+    def _channels_last(self, outputs: Tensor) -> bool:
         """Whether there are images on a CPU, whose convolutions are faster channels last.
 
         (cuDNN's are not: 4.8 gradients against 5.2 for a ResNet-18 on an H200.)
         """
         leaves = tree_leaves(self.batch.inputs)
-        return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
+        images = any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
+        return images and _gives(self.risk, channels_last(self.batch), outputs)
 
     def _coupled(self, outputs: Tensor) -> bool:
         """Whether samples of a batch depend on each other; an error if they depend on chance."""
-        self.channels_last = self._images() and _gives(
-            self.risk, channels_last(self.batch), outputs
-        )
         apart = not coupled(self.risk, self.batch, outputs)
         compared = outputs.numel() if apart and self.batch.size > 1 else 0
         with torch.no_grad():

@@ -155,12 +155,7 @@ class Products:
         return sums
 
     def _chunks(self) -> Iterator[Batch]:
-        if self.plan.coupled:
-            yield join(list(self.risk.batches()))
-            return
-        for batch in self.risk.batches():
-            for start in range(0, batch.size, self.chunk):
-                yield batch.part(start, start + self.chunk)
+        return self.risk.chunks(None if self.plan.coupled else self.chunk)
 
     def _forward(self, batch: Batch) -> Tensor:
         with Safe():
@@ -186,10 +181,9 @@ class Products:
         first = torch.autograd.grad(
             value, parameters, create_graph=True, allow_unused=True, retain_graph=True
         )
-        used = [(g, x) for g, x in zip(first, v, strict=True) if g is not None and g.requires_grad]
-        if not used:
+        gradients, vectors = _used(first, v)
+        if not gradients:
             return [None] * len(parameters)
-        gradients, vectors = zip(*used, strict=True)
         return torch.autograd.grad(gradients, parameters, vectors, allow_unused=True)
 
     def _forward_product(self, outputs: Tensor, v: list[Tensor]) -> Tensor:
@@ -198,12 +192,19 @@ class Products:
         pulled = torch.autograd.grad(
             outputs, list(self.parameters.values()), u, create_graph=True, allow_unused=True
         )
-        used = [(g, x) for g, x in zip(pulled, v, strict=True) if g is not None and g.requires_grad]
-        if not used:
+        gradients, vectors = _used(pulled, v)
+        if not gradients:
             return torch.zeros_like(outputs)
-        gradients, vectors = zip(*used, strict=True)
         (tangent,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True)
         return tangent.detach()
+
+
+def _used(
+    gradients: Sequence[Tensor | None], v: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients that can be differentiated, with their vectors."""
+    both = [(g, x) for g, x in zip(gradients, v, strict=True) if g is not None and g.requires_grad]
+    return [g for g, _ in both], [x for _, x in both]
 
 
 def _accumulate(sums: list[Tensor], parts: Sequence[Tensor | None]) -> None:

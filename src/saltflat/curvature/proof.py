@@ -252,7 +252,7 @@ def prove(
         frozenset(_chosen(reach[outputs.grad_fn], parameters)),
         _blamed(curved, parameters),
         _blamed(given, parameters),
-        frozenset(n for n in curved if _known(n) is None),
+        frozenset(curved) - {*_PRODUCTS, *_CONDITIONAL, _PART},
         tuple(trail),
         _narrowest(order, outputs),
         _edges(order, parameters),
@@ -314,10 +314,6 @@ def _named(node: Any) -> str:
     full: str = node.name()
     match = _NAME.fullmatch(full)
     return match[1] if match is not None else _OWN.get(full, full)
-
-
-def _known(name: str) -> str | None:
-    return name if name in _PRODUCTS or name in _CONDITIONAL or name == _PART else None
 
 
 def operation(name: str) -> str:

@@ -184,17 +184,15 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
     Embeddings, whose inputs are rows looked up, and layers that no rule knows have no scale.
     """
     moments: dict[str, Tensor] = {}  # (3, inputs): count, Σ x, Σ x²
-    for batch in risk.batches():
-        for start in range(0, batch.size, chunk):
-            part = batch.part(start, start + chunk)
-            with Recorder(risk.parameters) as recorder:
-                risk.forward(part)
-            for use in recorder.uses:
-                name = use.names.get("weight")
-                features = use.features() if name in matrices else None
-                if name is not None and features is not None:
-                    found = _moments(features.double())
-                    moments[name] = moments[name] + found if name in moments else found
+    for part in risk.chunks(chunk):
+        with Recorder(risk.parameters) as recorder:
+            risk.forward(part)
+        for use in recorder.uses:
+            name = use.names.get("weight")
+            features = use.features() if name in matrices else None
+            if name is not None and features is not None:
+                added = _moments(features.double())
+                moments[name] = moments[name] + added if name in moments else added
     return {name: _scale(m) for name, m in moments.items()}
 
 

@@ -205,12 +205,7 @@ class Landscape(Surface):
         return value.item()
 
     def _chunks(self) -> Iterator[Batch]:
-        if self.coupled:
-            yield join(list(self.risk.batches()))
-            return
-        for batch in self.risk.batches():
-            for first in range(0, batch.size, self.chunk):
-                yield batch.part(first, first + self.chunk)
+        return self.risk.chunks(None if self.coupled else self.chunk)
 
 
 @final

@@ -75,10 +75,7 @@ class SamSharpness(Measure):
         check_search(self.rho, "rho", self.steps, self.restarts, self.draws)
 
     def compute(self, context: Context) -> Measurement:
-        around = _around(context, Ball(self.rho))
-        if self.average:
-            return self.measurement(**around.average(self.draws))
-        return self.measurement(**around.worst(self.steps, self.restarts))
+        return _growth(self, _around(context, Ball(self.rho)))
 
 
 @final
@@ -112,12 +109,16 @@ class AdaptiveSharpness(Measure):
             raise InvalidValue(f"p must be 2 or math.inf. Got {self.p!r}.")
 
     def compute(self, context: Context) -> Measurement:
-        around = _around(context, Ball(self.rho, self.p), adaptive=True)
-        if self.average:
-            return self.measurement(**around.average(self.draws))
-        return self.measurement(**around.worst(self.steps, self.restarts))
+        return _growth(self, _around(context, Ball(self.rho, self.p), adaptive=True))
 
 
 def _around(context: Context, ball: Ball, *, adaptive: bool = False) -> Neighbourhood:
     """Only weight matrices move: biases and normalisation parameters do not."""
     return Neighbourhood(context.landscape(), ball, seed=context.seed, adaptive=adaptive)
+
+
+def _growth(measure: SamSharpness | AdaptiveSharpness, around: Neighbourhood) -> Measurement:
+    """On average or at worst, as the measure's settings say."""
+    if measure.average:
+        return measure.measurement(**around.average(measure.draws))
+    return measure.measurement(**around.worst(measure.steps, measure.restarts))

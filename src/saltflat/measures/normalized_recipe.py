@@ -204,15 +204,10 @@ class _Noise:
 
     def sigma(self) -> Point:
         """The standard deviation of every weight, in the weight's own layout."""
-        result = {}
-        for layer, x, y in zip(self.layers, self.x, self.y, strict=True):
-            grouped = ((x + y) / 2).exp()
-            laid = grouped.mT if layer.matrix.out == 1 else grouped
-            kernel = [1] * (layer.weight.ndim - 2)
-            result[layer.parameter] = (
-                laid.flatten(0, 1).view(*layer.weight.shape[:2], *kernel).expand(layer.weight.shape)
-            )
-        return result
+        return {
+            layer.parameter: over_kernel(layer, ((x + y) / 2).exp())
+            for layer, x, y in zip(self.layers, self.x, self.y, strict=True)
+        }
 
     def penalty(self, sigma: Point) -> Tensor:
         terms = [
