@@ -51,7 +51,7 @@ it written out:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, final
@@ -227,7 +227,7 @@ def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     for d, rows, gradient in _gradients(left, right):
         squares = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
         if sign is not None:
-            squares = squares * _per_row(sign[d, rows], right.shape[1]).flatten()
+            squares = squares * sign[d, rows].repeat_interleave(right.shape[1])
         total += squares.sum(dtype=torch.float64)
     return total
 
@@ -289,10 +289,7 @@ def _diagonal_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor
     result = right.new_zeros(groups, a, b)
     for d, rows, gradient in _gradients(left, right):
         each = torch.unflatten(gradient, 0, (-1, groups))
-        if sign is None:
-            result += each.square_().sum(0)
-        else:
-            result += (each.square_() * sign[d, rows, None, None, None]).sum(0)
+        result += signed(each.square_(), _of(sign, d, rows)).sum(0)
     return result
 
 
@@ -312,10 +309,6 @@ def _only(left: Each, chosen: Tensor) -> list[Tensor]:
 def flat(x: Tensor) -> Tensor:
     """(n, g, a, T) as a batch of matrices."""
     return x.flatten(0, 1) if x.shape[1] > 1 else x[:, 0]
-
-
-def _per_row(sign: Tensor, groups: int) -> Tensor:
-    return sign.repeat_interleave(groups)[:, None, None]
 
 
 def row_blocks(right: Tensor, entries: int) -> Iterator[slice]:
@@ -338,6 +331,11 @@ class Weight:
     values: Tensor
     matrix: Matrix
     scale: Tensor | None = None
+
+
+def _of(sign: Tensor | None, d: int, rows: slice) -> Tensor | None:
+    """The signs of some samples in one direction."""
+    return None if sign is None else sign[d, rows]
 
 
 def signed(values: Tensor, sign: Tensor | None) -> Tensor:
@@ -392,42 +390,33 @@ def factored(
 ) -> Tensor:
     """A form of gradients that are sums of outer products."""
     w = layout.factored(weight.values)
-    if form == "rows":
-        return _rows(left, right, layout, w, sign)
-    if form == "columns":
-        return _columns(left, right, layout, w, sign)
+    if form != "flatness":
+        return _sides(left, right, layout, w, sign, form)
     if weight.scale is not None:
         spread = layout.spread(weight.scale)
         w, right = w * spread[:, None], divide(right, spread[..., None])
     return _flat(left, right, w, sign)
 
 
-def _rows(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None) -> Tensor:
+def _sides(
+    left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None, form: Form
+) -> Tensor:
+    """Σ (Σ W G)² of every row or column; for columns from the gradients or from Wᵀ l: whichever is
+    smaller."""
     parts = []
     a, positions = left[0].shape[2:]
-    for rows in row_blocks(right, positions * (2 * a + right.shape[2])):
-        outputs = w @ right[rows]
-        for d, delta in enumerate(left):
-            sums = layout.outputs((delta[rows] * outputs).sum(3))
-            part = None if sign is None else sign[d, rows]
-            parts.append(signed(sums.double().square(), part).sum(0))
-    return torch.stack(parts).sum(0)
-
-
-def _columns(left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None) -> Tensor:
-    """Σ_o W G of every column, from the gradients or from Wᵀ l: whichever is smaller."""
-    parts = []
-    a, positions = left[0].shape[2:]
-    b = right.shape[2]
-    for rows in row_blocks(right, 2 * b * min(a, positions)):
+    b, by_row = right.shape[2], form == "rows"
+    for rows in row_blocks(right, positions * (2 * a + b) if by_row else 2 * b * min(a, positions)):
         inner = right[rows]
+        outputs = w @ inner if by_row else inner
         for d, delta in enumerate(left):
-            if a <= positions:
-                sums = (delta[rows] @ inner.mT).mul_(w).sum(2)
+            if by_row:
+                sums = layout.outputs((delta[rows] * outputs).sum(3))
+            elif a <= positions:
+                sums = layout.inputs((delta[rows] @ inner.mT).mul_(w).sum(2))
             else:
-                sums = (w.mT @ delta[rows]).mul_(inner).sum(3)
-            part = None if sign is None else sign[d, rows]
-            parts.append(signed(layout.inputs(sums).double().square(), part).sum(0))
+                sums = layout.inputs((w.mT @ delta[rows]).mul_(inner).sum(3))
+            parts.append(signed(sums.double().square(), _of(sign, d, rows)).sum(0))
     return torch.stack(parts).sum(0)
 
 
@@ -443,8 +432,7 @@ def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
     for rows in row_blocks(right, 2 * each):
         deltas = (delta[rows] for delta in left)
         for d, values in enumerate(norms(deltas, right[rows], root)):
-            part = None if sign is None else sign[d, rows]
-            total += signed(values.double(), part).sum()
+            total += signed(values.double(), _of(sign, d, rows)).sum()
     return total
 
 
@@ -599,7 +587,7 @@ class Lookup(Term):
         if form == "flatness":
             root = triangle(weight.values.mT, len(self.deltas) * self.index.numel())
         for d, delta in enumerate(self._distinct()):
-            part = None if sign is None else sign[d]
+            part = _of(sign, d, slice(None))
             if form == "columns":
                 sums = signed((delta * rows).sum(2).double().square(), part)
                 total.index_add_(0, self.index.clamp(min=0).flatten(), sums.flatten())
@@ -622,8 +610,7 @@ class Lookup(Term):
         """Σ_d s G² at the first position of every distinct row of a sample, 0 elsewhere."""
         total = torch.zeros_like(self.deltas[0])
         for d, rows in enumerate(self._distinct()):
-            squares = rows.square_()
-            total += squares if sign is None else squares * sign[d, :, None, None]
+            total += signed(rows.square_(), _of(sign, d, slice(None)))
         return total
 
 
@@ -649,22 +636,21 @@ class Deltas:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
-        self._squares: dict[bool, Tensor] = {}  # without signs, and with them
-        self._norms: dict[bool, Tensor] = {}
+        self._known: dict[tuple[Callable[[Tensor], Tensor], bool], Tensor] = {}
 
     def squares(self, sign: Tensor | None) -> Tensor:
         """Σ_d s δ_d², (n, a); `sign` is (D, n), the same in every call that has one, or None."""
-        key = sign is not None
-        if key not in self._squares:
-            self._squares[key] = _weighted(self.values.square(), sign)
-        return self._squares[key]
+        return self._sum(torch.square, sign)
 
     def norms(self, sign: Tensor | None) -> Tensor:
         """Σ_d s ‖δ_d‖², (n,), without writing the squares out."""
-        key = sign is not None
-        if key not in self._norms:
-            self._norms[key] = _weighted(_squared_norms(self.values), sign)
-        return self._norms[key]
+        return self._sum(_squared_norms, sign)
+
+    def _sum(self, square: Callable[[Tensor], Tensor], sign: Tensor | None) -> Tensor:
+        key = square, sign is not None
+        if key not in self._known:
+            self._known[key] = _weighted(square(self.values), sign)
+        return self._known[key]
 
 
 @final

@@ -92,12 +92,6 @@ class Findings:
         self.warnings.append(note)
         self.notes.append(note)
 
-    def add(self, kind: Kind, quantity: Quantity) -> None:
-        """A quantity of some parameters; on the CPU and in float64 from here on."""
-        for part in (quantity.values, quantity.errors, quantity.draws):
-            part.update({name: value.cpu().double() for name, value in part.items()})
-        self.quantities.setdefault(kind, Quantity({})).add(quantity)
-
 
 @final
 @dataclass(frozen=True)
@@ -177,12 +171,13 @@ class Curvature:
         first = next(batches)
         plan = self.look(first)
         stream: Iterable[Batch] = chain([first], batches)
-        blocks = _Blocks(self, kinds, groups)
-        while isinstance(found := blocks.find(plan, stream, first), Refutation):
-            plan, stream = self._weaken(plan, found), self.risk.batches()
-        self.warnings += [w for w in found.warnings if w not in self.warnings]
-        self._first = self._first or found
-        return found
+        while isinstance(
+            findings := _Search(self, kinds, groups, plan).run(stream, first), Refutation
+        ):
+            plan, stream = self._weaken(plan, findings), self.risk.batches()
+        self.warnings += [w for w in findings.warnings if w not in self.warnings]
+        self._first = self._first or findings
+        return findings
 
     @property
     def first(self) -> Findings:
@@ -194,8 +189,8 @@ class Curvature:
 
         Kinds that the model does not have are left out.
         """
-        found = self.find(kinds, min(self.estimator.probes, _GROUPS)).quantities
-        return {kind: found[kind] for kind in kinds if kind in found}
+        quantities = self.find(kinds, min(self.estimator.probes, _GROUPS)).quantities
+        return {kind: quantities[kind] for kind in kinds if kind in quantities}
 
     def largest_eigenvalue(self, names: Sequence[str], tol: float) -> Eigenpair:
         """(λ, residual norm, unit eigenvector) of the blocks `names` together."""
@@ -264,57 +259,56 @@ class Curvature:
 
 
 @final
-class _Blocks:
-    """One search for quantities of `kinds`, block by block."""
+class _Search:
+    """One search for quantities of `kinds` by a plan, block by block; into `findings`."""
 
-    def __init__(self, curvature: Curvature, kinds: frozenset[Kind], groups: int) -> None:
-        self.whole, self.kinds, self.groups = curvature, kinds, groups
-        self.risk, self.matrix = curvature.risk, curvature.matrix
+    def __init__(
+        self, curvature: Curvature, kinds: frozenset[Kind], groups: int, plan: Plan
+    ) -> None:
+        self.whole, self.kinds, self.groups, self.plan = curvature, kinds, groups, plan
+        self.risk, self.hessian = curvature.risk, curvature.matrix == "hessian"
         self.estimator, self.settings = curvature.estimator, curvature.settings
-        self.reasons: dict[str, str] = {}
+        self.findings = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
+        self.joint = self._joint()
+        linearity = {name: self._linearity(name) for name in self.risk.parameters}
+        self.reasons = dict.fromkeys(linearity, self.joint) if self.joint else linearity
+        self.linearity = linearity
+        self.weights = self._weights()
 
-    def find(self, plan: Plan, stream: Iterable[Batch], first: Batch) -> Findings | Refutation:
-        names = list(self.risk.parameters)
-        reason = self._joint_reason(plan)
-        linear = self.matrix == "ggn"
-        exact = [n for n in names if not reason and (linear or plan.allows(n))]
-        self.reasons = dict.fromkeys(names, reason) if reason else self._linearity(plan)
-        self.weights = self._weights(plan)
-        found = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
-        refutation: Refutation | None = None
-        requests = self._requests(names, CURVATURE)
-        fisher = {} if reason else self._requests(names, FISHER)
-        nothing = frozenset[Kind]()
-        sweep = {n: fisher.get(n, nothing) for n in names}
-        sweep |= {n: sweep[n] | requests.get(n, nothing) for n in exact}
-        if wanted := {n: kinds for n, kinds in sweep.items() if kinds}:
-            refutation = self._exact(found, wanted, plan, stream, first)
-        rest = [n for n in names if n not in exact and requests.get(n)]
+    def run(self, stream: Iterable[Batch], first: Batch) -> Findings | Refutation:
+        names, plan, findings = list(self.risk.parameters), self.plan, self.findings
+        exact = [n for n in names if not self.joint and (not self.hessian or plan.allows(n))]
+        plain = self.kinds & EVERY_PARAMETER
+        wanted = {n: self.kinds if n in self.weights else plain for n in names}
+        fisher = frozenset[Kind]() if self.joint else FISHER
+        swept = {n: wanted[n] & (fisher | CURVATURE if n in exact else fisher) for n in names}
+        requests = {n: kinds for n, kinds in swept.items() if kinds}
+        rest = [n for n in names if n not in exact and wanted[n] & CURVATURE]
+        refutation = self._exact(requests, stream, first) if requests else None
         if rest and not refutation:
-            refutation = self._probe(found, rest, plan)
+            refutation = self._probe(rest)
         if refutation:
             return refutation
-        for quantity in found.quantities.values():
+        for quantity in findings.quantities.values():
             values = quantity.values
             quantity.values = {name: values[name] for name in names if name in values}
-        found.certificate = Certificate(
-            found.samples, {n: n not in plan.curved for n in names}, self._linearity(plan)
+        findings.certificate = Certificate(
+            findings.samples, {n: n not in plan.curved for n in names}, self.linearity
         )
-        if self._reduced_precision():
-            found.notes.append("TensorFloat-32 is on: about three digits of every value are right")
-        own = next(iter(self.risk.parameters.values())).dtype
-        if torch.finfo(plan.narrow).eps > torch.finfo(own).eps:
-            found.notes.append(
-                f"the model casts to {str(plan.narrow).removeprefix('torch.')} on its way: values "
-                "have no more digits than that"
-            )
-        return found
+        self._note_precision()
+        return findings
 
-    def _linearity(self, plan: Plan) -> dict[str, str]:
-        """What is known of the outputs as functions of each parameter."""
-        return {name: self._known(name, plan) for name in self.risk.parameters}
+    def _joint(self) -> str:
+        """Why samples cannot be taken one by one, if they cannot."""
+        if self.plan.coupled:
+            return "outputs of a sample depend on the other samples of its batch"
+        if isinstance(self.whole.loss, JointLoss):
+            return f"the loss {self.whole.loss.name} is not a mean or a sum over samples"
+        return ""
 
-    def _known(self, name: str, plan: Plan) -> str:
+    def _linearity(self, name: str) -> str:
+        """What is known of the outputs as functions of a parameter."""
+        plan = self.plan
         if self.settings.certify == "none":
             return "no certificate was asked for"
         if name in plan.probed:
@@ -329,198 +323,187 @@ class _Blocks:
         given = f", given that {plan.given[name]} is" if name in plan.given else ""
         return f"proved piecewise linear on every sample{given}"
 
-    def _requests(self, names: Iterable[str], kinds: frozenset[Kind]) -> dict[str, frozenset[Kind]]:
-        """What is wanted of which parameter, of these kinds."""
-        every, matrix = self.kinds & kinds & EVERY_PARAMETER, self.kinds & kinds
-        wanted = {n: matrix if n in self.weights else every for n in names}
-        return {n: kinds for n, kinds in wanted.items() if kinds}
-
-    def _weights(self, plan: Plan) -> dict[str, Weight]:
+    def _weights(self) -> dict[str, Weight]:
         if not self.kinds - EVERY_PARAMETER:
             return {}
-        scales = {}
+        matrices, scales = self.plan.matrices, dict[str, Tensor]()
         if "normalized_flatness" in self.kinds:
-            chunk = plan.chunk(self.settings.budget(self.risk.device), 4)
-            scales = feature_scale(self.risk, plan.matrices, chunk)
-        found = {}
-        for name, matrix in plan.matrices.items():
-            values = self.risk.parameters[name].detach()
-            scale = scales.get(name)
-            found[name] = Weight(values, matrix, None if scale is None else scale.to(values))
-        return found
+            chunk = self.plan.chunk(self.settings.budget(self.risk.device), 4)
+            scales = feature_scale(self.risk, matrices, chunk)
+        values = {name: self.risk.parameters[name].detach() for name in matrices}
+        scales = {name: scale.to(values[name]) for name, scale in scales.items()}
+        return {n: Weight(values[n], matrix, scales.get(n)) for n, matrix in matrices.items()}
 
-    def _reduced_precision(self) -> bool:
+    def _note_precision(self) -> None:
         like = next(iter(self.risk.parameters.values()))
-        return (
-            like.device.type == "cuda"
-            and like.dtype == torch.float32
-            and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-        )
-
-    def _joint_reason(self, plan: Plan) -> str:
-        if plan.coupled:
-            return "outputs of a sample depend on the other samples of its batch"
-        if isinstance(self.whole.loss, JointLoss):
-            return f"the loss {self.whole.loss.name} is not a mean or a sum over samples"
-        return ""
+        backends, notes = torch.backends, self.findings.notes
+        reduced = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
+        if reduced and like.device.type == "cuda" and like.dtype == torch.float32:
+            notes.append("TensorFloat-32 is on: about three digits of every value are right")
+        if torch.finfo(self.plan.narrow).eps > torch.finfo(like.dtype).eps:
+            notes.append(
+                f"the model casts to {str(self.plan.narrow).removeprefix('torch.')} on its way: "
+                "values have no more digits than that"
+            )
 
     def _exact(
-        self, found: Findings, requests: Requests, plan: Plan, stream: Iterable[Batch], first: Batch
+        self, requests: Requests, stream: Iterable[Batch], first: Batch
     ) -> Refutation | None:
+        """By sweeps over the data; sketched where there are too many directions."""
         assert isinstance(self.whole.loss, Loss)
-        like = torch.empty(first.size, *plan.outputs, device="meta")
+        like = torch.empty(first.size, *self.plan.outputs, device="meta")
         count = direction_count(self.whole.loss, like, first.targets)
         curved = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         if not curved or count <= self.settings.max_directions:
-            refutation = self._sweep(found, requests, plan, stream)
+            refutation = self._sweep(requests, stream)
             if refutation is None or not refutation.directions:
                 return refutation
             count = refutation.directions
-        refutation = self._sketch(found, curved, plan, count)
+        refutation = self._sketch(curved, count)
         fisher = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
         if fisher and not refutation:
-            refutation = self._sweep(found, fisher, plan, self.risk.batches())
-            found.samples = 0
+            refutation = self._sweep(fisher, self.risk.batches())
+            self.findings.samples = 0
         return refutation
 
     def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
-        assert isinstance(self.whole.loss, Loss)
+        loss = self.whole.loss
+        assert isinstance(loss, Loss)
         return Pass(
             self.risk,
-            self.whole.loss,
+            loss,
             requests,
             self.settings,
-            must_be_linear=self.matrix == "hessian",
+            must_be_linear=self.hessian,
             weights=self.weights,
             draw=draw,
         )
 
-    def _sweep(
-        self, found: Findings, requests: Requests, plan: Plan, stream: Iterable[Batch]
-    ) -> Refutation | None:
+    def _sweep(self, requests: Requests, stream: Iterable[Batch]) -> Refutation | None:
         sweep = self._pass(requests)
-        sums = sweep.run(stream, plan)
+        sums = sweep.run(stream, self.plan)
         if isinstance(sums, Refutation):
             return sums
-        values, found.samples = fetched(sums), sweep.samples
-        _insist_on_finite(values)
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in sweep.rules.items()}
         reasons = {name: self._why(name, rule) for name, rule in rules.items()}
-        for kind, each in _by_kind(values).items():
-            found.add(kind, Quantity(each, rules=rules, reasons=reasons))
-        self._doubt(found, plan, sweep.samples)
+        for kind, values in _by_kind(fetched(sums)).items():
+            self._add(kind, Quantity(values, rules=rules, reasons=reasons))
+        self._doubt(sweep.samples)
+        self.findings.samples = sweep.samples
         return None
 
-    def _doubt(self, found: Findings, plan: Plan, samples: int) -> None:
-        """What was only probed is not exact, and nobody knows its error."""
-        for kind, quantity in found.quantities.items():
-            if self.matrix != "hessian" or kind not in CURVATURE:
-                continue
-            for name in plan.probed & quantity.values.keys():
-                reason = f"probed on {plan.samples} of {samples} samples: {self.reasons[name]}"
-                quantity.errors[name] = torch.full_like(quantity.values[name], nan)
-                quantity.reasons[name], quantity.total_stderr = reason, nan
-                quantity.draws.pop(name, None)
-                quantity.unknown.add(name)
-
     def _why(self, name: str, rule: str) -> str:
-        linear = self.matrix == "hessian"
-        reason = self.reasons[name] if linear else "Gauss–Newton block, exact for any model"
+        reason = self.reasons[name] if self.hessian else "Gauss–Newton block, exact for any model"
         if GENERIC in rule:
             reason += "; no fast rule fits, so its per-sample gradients are written out"
         return reason
 
-    def _sketch(
-        self, found: Findings, requests: Requests, plan: Plan, count: int
-    ) -> Refutation | None:
+    def _doubt(self, samples: int) -> None:
+        """What was only probed is not exact, and nobody knows its error."""
+        for kind, quantity in self.findings.quantities.items():
+            if not self.hessian or kind not in CURVATURE:
+                continue
+            for name in self.plan.probed & quantity.values.keys():
+                known = f"probed on {self.plan.samples} of {samples} samples"
+                quantity.reasons[name] = f"{known}: {self.reasons[name]}"
+                quantity.errors[name] = torch.full_like(quantity.values[name], nan)
+                quantity.total_stderr = nan
+                quantity.draws.pop(name, None)
+                quantity.unknown.add(name)
+
+    def _sketch(self, requests: Requests, count: int) -> Refutation | None:
         draws: dict[Kind, Draws] = {}
         for k in range(self.estimator.probes):
             sweep = self._pass(requests, Draw(self.estimator.seed * 1_000_003 + k))
-            values = sweep.run(self.risk.batches(), plan)
-            if isinstance(values, Refutation):
-                return values
-            for kind, each in _by_kind(values).items():
+            sums = sweep.run(self.risk.batches(), self.plan)
+            if isinstance(sums, Refutation):
+                return sums
+            for kind, values in _by_kind(sums).items():
                 groups = self.estimator.groups(kind, self.groups)
-                draws.setdefault(kind, Draws(groups)).add(each)
+                draws.setdefault(kind, Draws(groups)).add(values)
         note = (
             f"The outputs have {count} directions a sample, more than max_directions="
             f"{self.settings.max_directions}: sketched with {self.estimator.probes} draws. "
             f"Exactness costs {count} backward passes: pass max_directions={count}."
         )
-        found.say(note)
+        self.findings.say(note)
         for kind, drawn in draws.items():
-            reasons = dict.fromkeys(requests, note)
-            self._estimated(found, kind, drawn.quantity(), plan.rules, reasons)
-        self._doubt(found, plan, sweep.samples)
+            quantity = drawn.quantity()
+            quantity.rules = dict(self.plan.rules)
+            quantity.reasons = dict.fromkeys(requests, note)
+            self._add(kind, quantity)
+        self._doubt(sweep.samples)
         return None
 
-    def _probe(self, found: Findings, names: list[str], plan: Plan) -> Refutation | None:
+    def _probe(self, names: list[str]) -> Refutation | None:
+        """By products with the matrix: written out where these are few, else estimated."""
         shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
         entries = sum(shape.numel() for shape, _ in shapes.values())
-        rules = dict.fromkeys(names, "probes")
+        weights = {n: w for n, w in self.weights.items() if n in names}
         plain = self.kinds & EVERY_PARAMETER
+        estimates: dict[Kind, Quantity] = {}
         if plain:
-            estimates = self.whole.products(names, plan).serve(
+            both = self.whole.products(names, self.plan).serve(
                 lambda product: self.estimator.estimate(product, shapes, plain, self.groups)
             )
-            if isinstance(estimates, Refutation):
-                return estimates
-            for kind in plain:
-                self._estimated(found, kind, estimates[kind], rules, self.reasons)
-        weights = {n: w for n, w in self.weights.items() if n in names}
+            if isinstance(both, Refutation):
+                return both
+            estimates |= {kind: both[kind] for kind in plain}
         for kind in [k for k in FORMS if k in self.kinds and weights]:
             in_full = entries <= self.estimator.probes  # as for traces and diagonals
-            form = self._probe_form(kind, weights, plan, in_full)
+            form = self._form(kind, weights, in_full)
             if isinstance(form, Refutation):
                 return form
-            self._estimated(found, kind, form, rules, self.reasons)
-        if all(quantity.exact(names) for quantity in found.quantities.values()):
-            found.notes.append(self._written(names))
-        else:
-            found.say(self._probed(names, plan))
+            estimates[kind] = form
+        for kind, quantity in estimates.items():
+            self._add_products(kind, quantity)
+        self._note_products(names)
         return None
 
-    def _probe_form(
-        self, kind: Kind, weights: dict[str, Weight], plan: Plan, in_full: bool
-    ) -> Quantity | Refutation:
+    def _form(self, kind: Kind, weights: dict[str, Weight], in_full: bool) -> Quantity | Refutation:
         if kind != "normalized_flatness":
             weights = {n: replace(w, scale=None) for n, w in weights.items()}
-        return self.whole.products(list(weights), plan).serve(
+        return self.whole.products(list(weights), self.plan).serve(
             lambda product: estimate_form(
                 product, weights, FORMS[kind], self.estimator, self.groups, in_full
             )
         )
 
-    def _written(self, names: list[str]) -> str:
-        why = "; ".join(sorted({self.reasons[n] for n in names}))
-        return f"{len(names)} blocks are written out by products with the Hessian: {why}."
-
-    def _probed(self, names: list[str], plan: Plan) -> str:
-        why = sorted({self.reasons[n] for n in names})
-        kind = "Hessian" if self.matrix == "hessian" else "Gauss–Newton"
-        exact = self.matrix == "hessian" and not self._joint_reason(plan)
-        return (
-            f"{kind} blocks of {len(names)} parameters are estimated by "
-            f"{type(self.estimator).__name__} with {self.estimator.probes} probes: "
-            + "; ".join(why)
-            + (". Exact Gauss–Newton values: curvature='ggn'." if exact else ".")
-        )
-
-    def _estimated(
-        self,
-        found: Findings,
-        kind: Kind,
-        quantity: Quantity,
-        rules: Mapping[str, str],
-        reasons: Mapping[str, str],
-    ) -> None:
-        _insist_on_finite({(kind, name): value for name, value in quantity.values.items()})
+    def _add_products(self, kind: Kind, quantity: Quantity) -> None:
         for name in quantity.values:
             written = name not in quantity.errors
-            quantity.rules[name] = "products" if written else rules[name]
+            quantity.rules[name] = "products" if written else "probes"
             few = "; products with few vectors give all of it" if written else ""
-            quantity.reasons[name] = reasons[name] + few
-        found.add(kind, quantity)
+            quantity.reasons[name] = self.reasons[name] + few
+        self._add(kind, quantity)
+
+    def _note_products(self, names: list[str]) -> None:
+        why = "; ".join(sorted({self.reasons[n] for n in names}))
+        if all(quantity.exact(names) for quantity in self.findings.quantities.values()):
+            self.findings.notes.append(
+                f"{len(names)} blocks are written out by products with the Hessian: {why}."
+            )
+            return
+        matrix = "Hessian" if self.hessian else "Gauss–Newton"
+        exact = self.hessian and not self.joint
+        self.findings.say(
+            f"{matrix} blocks of {len(names)} parameters are estimated by "
+            f"{type(self.estimator).__name__} with {self.estimator.probes} probes: {why}."
+            + (" Exact Gauss–Newton values: curvature='ggn'." if exact else "")
+        )
+
+    def _add(self, kind: Kind, quantity: Quantity) -> None:
+        """A quantity of some parameters; on the CPU and in float64 from here on."""
+        sums = torch.stack([value.sum() for value in quantity.values.values()]).tolist()
+        for name, total in zip(quantity.values, sums, strict=True):
+            if not isfinite(total):
+                raise DataError(
+                    f"The curvature of {name!r} is NaN or infinite: activations overflow or the "
+                    "inputs are not finite. Measure in a wider dtype (dtype=torch.float64)."
+                )
+        for part in (quantity.values, quantity.errors, quantity.draws):
+            part.update({name: value.cpu().double() for name, value in part.items()})
+        self.findings.quantities.setdefault(kind, Quantity({})).add(quantity)
 
 
 def _by_kind(values: Mapping[tuple[Kind, str], Tensor]) -> dict[Kind, dict[str, Tensor]]:
@@ -528,16 +511,6 @@ def _by_kind(values: Mapping[tuple[Kind, str], Tensor]) -> dict[Kind, dict[str, 
     for (kind, name), value in values.items():
         kinds.setdefault(kind, {})[name] = value
     return kinds
-
-
-def _insist_on_finite(values: Mapping[tuple[Kind, str], Tensor]) -> None:
-    sums: list[float] = torch.stack([v.sum() for v in values.values()]).tolist()
-    for (_, name), total in zip(values, sums, strict=True):
-        if not isfinite(total):
-            raise DataError(
-                f"The curvature of {name!r} is NaN or infinite: activations overflow or the "
-                "inputs are not finite. Measure in a wider dtype (dtype=torch.float64)."
-            )
 
 
 def _weaker(a: Plan, b: Plan) -> Plan:

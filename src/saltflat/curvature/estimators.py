@@ -324,7 +324,7 @@ def estimate_form(
     for _ in range(estimator.probes):
         v = {name: _probe(weight, form, generator) for name, weight in weights.items()}
         hv = product(v)
-        draws.add({n: _reduce(v[n] * hv[n], w.matrix, form) for n, w in weights.items()})
+        draws.add({n: reduce_entries(v[n] * hv[n], w.matrix, form) for n, w in weights.items()})
     return draws.quantity()
 
 
@@ -332,7 +332,7 @@ def _written_out(product: Product, weights: Mapping[str, Weight], form: Form) ->
     zeros = {n: torch.zeros_like(w.values, dtype=torch.float64) for n, w in weights.items()}
     found = {}
     for name, weight in weights.items():
-        found[name] = _reduce(zeros[name], weight.matrix, form)
+        found[name] = reduce_entries(zeros[name], weight.matrix, form)
         for at, left, right in _units(weight, form):
             found[name][at] += (left * product(zeros | {name: right})[name]).sum()
     return Quantity(found)
@@ -363,7 +363,8 @@ def _units(weight: Weight, form: Form) -> Iterator[tuple[int | tuple[()], Tensor
             yield (), matrix.ungrouped(left, values.shape), matrix.ungrouped(right, values.shape)
 
 
-def _reduce(entries: Tensor, matrix: Matrix, form: Form) -> Tensor:
+def reduce_entries(entries: Tensor, matrix: Matrix, form: Form) -> Tensor:
+    """The entries of a weight's shape added up to that of a form."""
     if form == "flatness":
         return entries.sum()
     return matrix.columns(entries) if form == "columns" else matrix.rows(entries)

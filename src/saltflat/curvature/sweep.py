@@ -11,15 +11,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
-from saltflat.curvature.estimators import Draw
-from saltflat.curvature.loss_hessian import Additivity, Factor, direction_count, factor
+from saltflat.curvature.estimators import Draw, reduce_entries
+from saltflat.curvature.loss_hessian import Additivity, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
     GENERIC,
@@ -59,13 +58,12 @@ Kind = Literal[
     "normalized_flatness",
     "fisher",
 ]
+ANY: frozenset[Kind] = frozenset(get_args(Kind))
 
-# Quadratic in the directions of the loss's Hessian …
-CURVATURE: frozenset[Kind] = frozenset(
-    {"trace", "diagonal", "magnitude", "columns", "rows", "flatness", "normalized_flatness"}
-)
-# … and in its gradient: Σ_i θ_i² (∂ℓ/∂θ_i)².
+# Quadratic in the loss's gradient, Σ_i θ_i² (∂ℓ/∂θ_i)² …
 FISHER: frozenset[Kind] = frozenset({"fisher"})
+# … and in the directions of its Hessian.
+CURVATURE = ANY - FISHER
 # What every parameter has; the others belong to weight matrices.
 EVERY_PARAMETER: frozenset[Kind] = frozenset({"trace", "diagonal"})
 
@@ -75,17 +73,6 @@ FORMS: dict[Kind, Form] = {
     "flatness": "flatness",
     "normalized_flatness": "flatness",
 }
-
-
-def shape(kind: Kind, parameter: Tensor, weight: Weight | None) -> torch.Size:
-    """The shape of a quantity of one parameter."""
-    if kind == "diagonal":
-        return parameter.shape
-    if kind in ("columns", "rows"):
-        assert weight is not None
-        side = weight.matrix.columns if kind == "columns" else weight.matrix.rows
-        return side(parameter.detach()).shape
-    return torch.Size()
 
 
 def reduce(
@@ -262,11 +249,13 @@ class Pass:
         }
 
     def _sum(self, kind: Kind, name: str) -> Tensor:
+        """What was added up; zeros of its shape where nothing arrived."""
         if (kind, name) in self.sums:
             return self.sums[kind, name]
-        parameter = self.risk.parameters[name]
-        size = shape(kind, parameter, self.weights.get(name))
-        return torch.zeros(size, dtype=torch.float64, device=parameter.device)
+        zeros = torch.zeros_like(self.risk.parameters[name], dtype=torch.float64)
+        if kind in ("columns", "rows"):
+            return reduce_entries(zeros, self.weights[name].matrix, FORMS[kind])
+        return zeros if kind == "diagonal" else zeros.sum()
 
     def _batch(self, batch: Batch, index: int, plan: Plan) -> Refutation | None:
         start, looked = 0, -1  # `looked`: the chunk that was probed as a whole
@@ -340,12 +329,9 @@ class Pass:
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
         normaliser = self.loss.normaliser(outputs, chunk.targets)
-        sweeps = [self._gradient(outputs, chunk)] if self._wants(FISHER) else []
-        if self._wants(CURVATURE):
-            sweeps.append(self._curvature(outputs, chunk, index, first, plan))
         if outputs.requires_grad:
-            for kinds, columns, sign in chain(*sweeps):
-                self._directions_of(chunk, outputs, recorder.uses, plan, columns, sign, kinds)
+            for directions in self._directions(outputs, chunk, index, first, plan):
+                self._square(chunk, outputs, recorder.uses, plan, directions)
         for name, rules in self.rules.items():
             rules.add(plan.rules[name])
         return normaliser, self.loss.counted(outputs, chunk.targets)
@@ -353,19 +339,11 @@ class Pass:
     def _wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
 
-    def _gradient(self, outputs: Tensor, chunk: Batch) -> Iterator[Directions]:
+    def _gradient(self, outputs: Tensor, chunk: Batch) -> Directions:
         """The loss's own gradient, as one direction."""
         at = outputs.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(self.loss.total(at, chunk.targets), at)
-        yield FISHER, gradient.unsqueeze(0), None
-
-    def _curvature(
-        self, outputs: Tensor, chunk: Batch, index: int, first: int, plan: Plan
-    ) -> Iterator[Directions]:
-        """The directions of the loss's Hessian."""
-        sides = factor(self.loss, outputs, chunk, sketched=self.draw is not None)
-        for columns, sign in self._columns(sides, outputs, index, first, plan):
-            yield CURVATURE, columns, sign
+        return FISHER, gradient.unsqueeze(0), None
 
     def _plan(
         self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use], proof: Proof
@@ -428,13 +406,17 @@ class Pass:
         calls = Counter(name for use in reached for name in use.names.values())
         return all(calls[n] == proof.edges.get(n, 0) for n in self.requests if n in plan.dims)
 
-    def _columns(
-        self, sides: Factor, outputs: Tensor, index: int, first: int, plan: Plan
-    ) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """Directions in groups whose deltas fit the memory budget."""
+    def _directions(
+        self, outputs: Tensor, chunk: Batch, index: int, first: int, plan: Plan
+    ) -> Iterator[Directions]:
+        """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
+        if self._wants(FISHER):
+            yield self._gradient(outputs, chunk)
+        if not self._wants(CURVATURE):
+            return
+        sides = factor(self.loss, outputs, chunk, sketched=self.draw is not None)
         if self.draw is not None:
-            noise = self.draw.noise(outputs.detach(), index, first)
-            yield sides.sketch(noise)
+            yield CURVATURE, *sides.sketch(self.draw.noise(outputs.detach(), index, first))
             return
         width = outputs.element_size() * len(outputs)
         share = self._budget() // 2
@@ -443,56 +425,47 @@ class Pass:
         written = sum(self.risk.parameters[name].numel() for name in names)
         group = min(group, max(1, share // max(1, outputs.element_size() * written)))
         for start in range(0, sides.count, group):
-            yield sides.columns(start, min(sides.count, start + group))
+            yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
-    def _directions_of(
+    def _square(
         self,
         chunk: Batch,
         outputs: Tensor,
         uses: Sequence[Use],
         plan: Plan,
-        columns: Tensor,
-        sign: Tensor | None,
-        kinds: frozenset[Kind],
+        directions: Directions,
     ) -> None:
+        """Send directions backwards and add what they become at the parameters, squared."""
+        kinds, columns, sign = directions
         names = frozenset(self._wants(kinds))
         live = live_uses(uses, plan, names)
-        kept = backward(outputs, live, plan, columns)
+        arrived = backward(outputs, live, plan, columns)
         with torch.no_grad():
             terms: dict[str, list[Term]] = {}
-            calls = dict.fromkeys(names, 0)
-            for use in live:
-                for name in use.names.values():
-                    calls[name] = calls.get(name, 0) + 1
+            reached = [use for use, each in zip(live, arrived, strict=True) if each is not None]
+            calls = Counter(name for use in reached for name in use.names.values())
             for k, use in enumerate(live):
-                arrived = kept[k]
-                if arrived is None:
-                    for name in use.names.values():
-                        calls[name] -= 1
+                # What was kept is let go of as soon as it is squared.
+                each, arrived[k] = arrived[k], None
+                if each is None:
                     continue
                 rows = Rows(chunk.size, sample_dim(use, plan))
-                for name, term in use.terms(arrived, rows):
+                for name, term in use.terms(each, rows):
                     if name in names and name in plan.dims:
                         terms.setdefault(name, []).append(term)
                         if len(terms[name]) == calls[name]:
                             self._add(name, combine(terms.pop(name)), sign, kinds)
-                kept[k] = arrived = None
+                del each
             for name, parts in terms.items():
                 self._add(name, combine(parts), sign, kinds)
-        self._generic_terms(chunk, plan, columns, sign, kinds)
+        self._generic_terms(chunk, plan, directions)
 
     def _written_out(self, plan: Plan, kinds: frozenset[Kind]) -> list[str]:
         """The parameters that go the per-sample way."""
         return [name for name in self._wants(kinds) if plan.rules[name] == GENERIC]
 
-    def _generic_terms(
-        self,
-        chunk: Batch,
-        plan: Plan,
-        columns: Tensor,
-        sign: Tensor | None,
-        kinds: frozenset[Kind],
-    ) -> None:
+    def _generic_terms(self, chunk: Batch, plan: Plan, directions: Directions) -> None:
+        kinds, columns, sign = directions
         names = self._written_out(plan, kinds)
         if not names:
             return
