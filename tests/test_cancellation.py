@@ -146,7 +146,7 @@ def ours(left: Tensor, right: Tensor, w: Tensor, sign: Tensor | None) -> dict[st
     groups = right.shape[1]
     layout = Layout() if groups == 1 else Layout((1,), groups)
     term = Outer(list(left), right, layout)
-    weight = Weight(layout.assemble(w), layout.matrix)
+    weight = Weight(layout.assemble(w), Matrix(groups=groups))
     s = None if sign is None else sign.to(right)
     return {
         "diagonal": layout.factored(term.diagonal(s)),

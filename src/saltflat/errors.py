@@ -78,3 +78,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"Nearest is {close[0]!r}."
     return "Known: " + ", ".join(map(repr, names[:20])) + ("." if len(names) <= 20 else ", ….")
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names."""
+    shown = list(names)
+    rest = len(shown) - 5
+    return ", ".join(shown[:5]) + (f" and {rest} more" if rest > 0 else "")

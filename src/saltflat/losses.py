@@ -24,6 +24,7 @@ from saltflat.errors import (
     InvalidType,
     InvalidValue,
     LossError,
+    listed,
     nearest,
 )
 from saltflat.memory import ordinary
@@ -445,12 +446,6 @@ def refuse_parameters(loss: str, value: Tensor, measured: Mapping[str, Tensor]) 
             "block, λ/2 ‖θ‖² half of that. Move a temperature or a second forward pass into the "
             "model, or freeze what is a constant (requires_grad=False)."
         )
-
-
-def listed(names: list[str]) -> str:
-    """The first few names."""
-    rest = len(names) - 5
-    return ", ".join(names[:5]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def own_parameters(call: Callable[..., Any], value: Tensor, outputs: Tensor) -> list[str]:

@@ -21,6 +21,7 @@ from saltflat.errors import (
     InvalidType,
     InvalidValue,
     ModelError,
+    listed,
     nearest,
 )
 from saltflat.losses import (
@@ -28,7 +29,6 @@ from saltflat.losses import (
     Loss,
     LossLike,
     leaves,
-    listed,
     refuse_parameters,
     resolve,
     scalar,

@@ -31,7 +31,7 @@ from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from saltflat.errors import ModelError
+from saltflat.errors import ModelError, listed
 
 Redo = Callable[[], Any]  # puts back what forward passes had left behind
 
@@ -366,11 +366,10 @@ class Loan:
         except Exception:  # in whatever way the passes before it stop this one
             steady = False
         if not steady:
-            names = list(self.left)
-            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
             raise ModelError(
-                "Every forward pass changes what the next one computes: it writes into "
-                f"{shown}, and the outputs follow. A result would depend on the number of passes. "
+                f"Every forward pass changes what the next one computes: it writes into "
+                f"{listed(self.left)}, and the outputs follow. A result would depend on the number "
+                "of passes. "
                 "The model is as it was found; measure a version of it whose forward pass writes "
                 "nothing in evaluation mode (`if self.training:` around the update)."
             )

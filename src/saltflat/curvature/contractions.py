@@ -77,11 +77,6 @@ class Layout:
     last: bool = False
 
     @property
-    def matrix(self) -> Matrix:
-        """The layout of the parameter itself."""
-        return Matrix(out=int(self.transposed), groups=self.groups)
-
-    @property
     def rows_are_units(self) -> bool:
         """Whether each of the a rows is one output unit."""
         return not (self.transposed and self.kernel)
@@ -133,38 +128,6 @@ _GPU_BLOCK = 1 << 28
 
 # How much larger than the sum of an expanded square its terms with t = t' may be.
 CANCELLATION = 8.0
-
-
-def outer_trace(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
-    """Σ s ‖G_d‖² over directions and samples, as a float64 scalar."""
-    _, _, a, positions = left[0].shape
-    b, directions = right.shape[2], len(left)
-    if positions * (directions * a + b) >= directions * a * b:
-        return _trace_gradient(left, right, sign)
-    if sign is None:
-        return _trace_gram(left, right)
-    return _trace_gram(_only(left, sign > 0), right) - _trace_gram(_only(left, sign < 0), right)
-
-
-def outer_diagonal(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
-    """Σ s G_d² over directions and samples, shape (g, a, b)."""
-    positions = right.shape[3]
-    # The sum over directions first costs T(T+1)/2 products an entry instead of D·T, and leaves
-    # one large product instead of n·D small ones whose results must each be squared.
-    if positions + 1 > 3 * len(left):
-        return _diagonal_gradient(left, right, sign)
-    if sign is None:
-        return _diagonal_pairs(left, right)
-    up, down = _only(left, sign > 0), _only(left, sign < 0)
-    return _diagonal_pairs(up, right) - _diagonal_pairs(down, right)
-
-
-def outer_gradient(left: Tensor, right: Tensor) -> Tensor:
-    """Σ G over samples for one direction, shape (g, a, b)."""
-    _, groups, a, _ = left.shape
-    outer = left.permute(1, 2, 0, 3).reshape(groups, a, -1)
-    inner = right.permute(1, 0, 3, 2).reshape(groups, -1, right.shape[2])
-    return outer @ inner
 
 
 def stack(each: Each) -> Tensor:
@@ -301,9 +264,17 @@ def _gradients(left: Each, right: Tensor) -> Iterator[tuple[int, slice, Tensor]]
             yield d, rows, torch.bmm(flat(delta[rows]), inner)
 
 
-def _only(left: Each, chosen: Tensor) -> list[Tensor]:
-    """The deltas with 0 for every direction and sample that is not chosen, (D, n)."""
-    return [delta * chosen[d, :, None, None, None] for d, delta in enumerate(left)]
+def _apart(
+    square: Callable[[Each, Tensor], Tensor], left: Each, right: Tensor, sign: Tensor | None
+) -> Tensor:
+    """Σ s G² from sums of squares: those of the positive directions less those of the others."""
+    if sign is None:
+        return square(left, right)
+    sides = [
+        square([delta * side[d, :, None, None, None] for d, delta in enumerate(left)], right)
+        for side in (sign > 0, sign < 0)
+    ]
+    return sides[0] - sides[1]
 
 
 def flat(x: Tensor) -> Tensor:
@@ -383,19 +354,6 @@ def triangle(w: Tensor, count: int) -> Tensor:
 def divide(values: Tensor, scale: Tensor) -> Tensor:
     """values / scale, 0 where the scale is 0: a unit that is always 0 carries nothing."""
     return torch.where(scale > 0, values / torch.where(scale > 0, scale, 1.0), 0.0)
-
-
-def factored(
-    left: Each, right: Tensor, layout: Layout, weight: Weight, sign: Tensor | None, form: Form
-) -> Tensor:
-    """A form of gradients that are sums of outer products."""
-    w = layout.factored(weight.values)
-    if form != "flatness":
-        return _sides(left, right, layout, w, sign, form)
-    if weight.scale is not None:
-        spread = layout.spread(weight.scale)
-        w, right = w * spread[:, None], divide(right, spread[..., None])
-    return _flat(left, right, w, sign)
 
 
 def _sides(
@@ -530,18 +488,34 @@ class Outer(Term):
 
     def weighted(self, weights: Tensor) -> Tensor:
         left = self.left[0] * weights.to(self.right)[:, None, None, None]
-        return self.layout.assemble(outer_gradient(left, self.right))
+        return self.layout.assemble(_side_by_side(left) @ _side_by_side(self.right).mT)
 
     def trace(self, sign: Tensor | None) -> Tensor:
-        return outer_trace(self.left, self.right, sign)
+        left, right = self.left, self.right
+        a, positions = left[0].shape[2:]
+        b, directions = right.shape[2], len(left)
+        if positions * (directions * a + b) >= directions * a * b:
+            return _trace_gradient(left, right, sign)
+        return _apart(_trace_gram, left, right, sign)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
-        return self.layout.assemble(outer_diagonal(self.left, self.right, sign))
+        # The sum over directions first costs T(T+1)/2 products an entry instead of D·T, and leaves
+        # one large product instead of n·D small ones whose results must each be squared.
+        if self.right.shape[3] + 1 > 3 * len(self.left):
+            return self.layout.assemble(_diagonal_gradient(self.left, self.right, sign))
+        return self.layout.assemble(_apart(_diagonal_pairs, self.left, self.right, sign))
 
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
-        if form == "flatness" and not self.layout.rows_are_units:
+        left, right, layout = self.left, self.right, self.layout
+        if form == "flatness" and not layout.rows_are_units:
             return written_out(self.gradient(), weight, sign, form)
-        return factored(self.left, self.right, self.layout, weight, sign, form)
+        w = layout.factored(weight.values)
+        if form != "flatness":
+            return _sides(left, right, layout, w, sign, form)
+        if weight.scale is not None:
+            spread = layout.spread(weight.scale)
+            w, right = w * spread[:, None], divide(right, spread[..., None])
+        return _flat(left, right, w, sign)
 
 
 @final

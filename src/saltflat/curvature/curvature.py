@@ -51,7 +51,7 @@ from saltflat.curvature.sweep import (
     feature_scale,
     fetched,
 )
-from saltflat.errors import DataError, InvalidValue, LossError
+from saltflat.errors import DataError, InvalidValue, LossError, listed
 from saltflat.geometry import Matrix
 from saltflat.losses import (
     CustomLoss,
@@ -59,7 +59,6 @@ from saltflat.losses import (
     Loss,
     describe,
     leaves,
-    listed,
     own_parameters,
     refuse_parameters,
     scalar,

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
 from saltflat.curvature.rules import Safe
-from saltflat.errors import LossError, ModelError
+from saltflat.errors import LossError, ModelError, listed
 from saltflat.losses import scalar
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
@@ -263,10 +263,9 @@ def check_unreached(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[s
     if not moving or not _moves(risk, batch, outputs, moving):
         return
     blamed = [name for name in moving if _moves(risk, batch, outputs, [name])]
-    shown = ", ".join(blamed[:_NAMED]) + (", …" if len(blamed) > _NAMED else "")
     raise ModelError(
-        f"The outputs depend on {shown}, but autograd does not reach them from the outputs: the "
-        "forward pass uses them under torch.no_grad(), detached, or inside reentrant "
+        f"The outputs depend on {listed(blamed)}, but autograd does not reach them from the "
+        "outputs: the forward pass uses them under torch.no_grad(), detached, or inside reentrant "
         "checkpointing (pass use_reentrant=False). Their curvature is not zero and cannot be had "
         "so; let gradients through, or freeze them (requires_grad_(False)) to leave them out."
     )

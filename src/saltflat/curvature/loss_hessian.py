@@ -7,7 +7,6 @@ with random noise into one or two directions whose outer product is B on average
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,18 +36,18 @@ from saltflat.memory import ordinary
 from saltflat.risk import Batch, alike, join
 
 
-class Factor(ABC):
+class Factor:
     """Directions for n samples with outputs of shape (n, …)."""
 
     count: int
 
-    @abstractmethod
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Directions start…stop as (D, n, …), and their signs as (D, n) or None for all +."""
+        raise AssertionError("too many directions to write out; this factor is only sketched")
 
-    @abstractmethod
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         """One draw: directions whose signed outer products average to B; E[noise noiseᵀ] = 1."""
+        raise AssertionError("this factor has few directions and is never sketched")
 
 
 @final
@@ -172,9 +171,6 @@ class DenseFactor(Factor):
         part = self.columns_[:, :, start:stop].movedim(-1, 0)
         return part.reshape(stop - start, *self.shape), self.sign[:, start:stop].T
 
-    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("a dense factor has few directions and is never sketched")
-
 
 @final
 class ProductFactor(Factor):
@@ -183,9 +179,6 @@ class ProductFactor(Factor):
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
         self.loss, self.outputs, self.targets = loss, outputs, targets
         self.count = outputs[0].numel()
-
-    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("too many directions to write out; this factor is only sketched")
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         z = noise.to(self.outputs)
@@ -472,8 +465,8 @@ def _with_slope(loss: CustomLoss, samples: Batch) -> tuple[float, Tensor]:
         value = loss.total(o, samples.targets)
     if not value.requires_grad:
         return float(value.detach()), torch.zeros_like(o)
-    (slope,) = torch.autograd.grad(value, o, allow_unused=True)
-    return float(value.detach()), torch.zeros_like(o) if slope is None else slope
+    (slope,) = torch.autograd.grad(value, o, materialize_grads=True)
+    return float(value.detach()), slope
 
 
 def _apart(loss: CustomLoss, samples: Batch) -> bool:

@@ -210,7 +210,40 @@ def _leaf_shapes(batch: Batch) -> Hashable:
 def probe(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
-        return _Probe(risk, batch, certify).plan()
+        with Recorder(risk.parameters) as recorder:
+            outputs = risk.forward(batch)
+        risk.check(outputs, batch)
+        uses = recorder.uses
+        is_coupled = _coupled_by_no_chance(risk, batch, outputs)
+        proof = proof_of(risk, batch, outputs)
+        names = list(risk.parameters)
+        check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
+        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+        unseen, probed = frozenset[str](), frozenset[str]()
+        if outputs.requires_grad:
+            fast = fast_rules(outputs, uses, risk.parameters, proof, seed=20_210_618)
+            rules, dims, unseen = fast.rules, fast.dims, fast.unseen
+            padded = {use.names["weight"] for use in uses if use.has_constants}
+            given = {n: g for n, g in fast.gradients.items() if n not in padded}
+            check_derivative(risk, batch, fast.cotangent, given)
+            if certify == "probe":
+                probed = _seemingly_linear(risk, outputs, proof.curved)
+        return Plan(
+            coupled=is_coupled,
+            rules=rules,
+            dims=dims,
+            matrices=_matrices(risk, rules, uses),
+            curved=proof.curved,
+            given=proof.given,
+            probed=probed,
+            reached=proof.reached,
+            unseen=unseen,
+            signature=signature(uses),
+            trail=proof.trail,
+            narrow=proof.narrow,
+            channels_last=_bears_channels_last(risk, batch, outputs),
+            **_sizes(batch, outputs, uses),
+        )
 
 
 def proof_of(risk: Risk, batch: Batch, outputs: Tensor) -> Proof:
@@ -383,136 +416,95 @@ def close(a: Tensor, b: Tensor) -> bool:
     return difference <= tolerance * max(whole, 1e-30)
 
 
-class _Probe:
-    def __init__(self, risk: Risk, batch: Batch, certify: Certify) -> None:
-        self.risk, self.batch, self.certify = risk, batch, certify
+def _sizes(batch: Batch, outputs: Tensor, uses: Sequence[Use]) -> dict[str, Any]:
+    """What is known of the samples, and of the memory that one takes."""
+    n = batch.size
+    return {
+        "samples": n,
+        "places": tuple(range(n)),
+        "seen": outputs.detach(),
+        "width": outputs.element_size(),
+        "outputs": outputs.shape[1:],
+        "activations": sum(use.shape.numel() for use in uses) // n,
+        "kept": sum(use.shape.numel() for use in uses if use.keeps) // n,
+        "inputs": sum(use.input.numel() for use in uses) // n,
+        "patches": max((patch_entries(use) for use in uses), default=0) // n,
+    }
 
-    def plan(self) -> Plan:
-        with Recorder(self.risk.parameters) as recorder:
-            outputs = self.risk.forward(self.batch)
-        self.uses = recorder.uses
-        self.risk.check(outputs, self.batch)
-        coupled = self._coupled(outputs)
-        proof = proof_of(self.risk, self.batch, outputs)
-        names = list(self.risk.parameters)
-        check_unreached(
-            self.risk, self.batch, outputs, [n for n in names if n not in proof.reached]
-        )
-        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
-        unseen, probed = frozenset[str](), frozenset[str]()
-        if outputs.requires_grad:
-            found = fast_rules(outputs, self.uses, self.risk.parameters, proof, seed=20_210_618)
-            rules, dims, unseen = found.rules, found.dims, found.unseen
-            padded = {use.names["weight"] for use in self.uses if use.has_constants}
-            given = {n: g for n, g in found.gradients.items() if n not in padded}
-            check_derivative(self.risk, self.batch, found.cotangent, given)
-            if self.certify == "probe":
-                probed = self._probed(outputs, proof)
-        return Plan(
-            coupled=coupled,
-            rules=rules,
-            dims=dims,
-            matrices=self._matrices(rules),
-            curved=proof.curved,
-            given=proof.given,
-            probed=probed,
-            reached=proof.reached,
-            unseen=unseen,
-            signature=signature(self.uses),
-            trail=proof.trail,
-            narrow=proof.narrow,
-            channels_last=self._channels_last(outputs),
-            **self._sizes(outputs),
-        )
 
-    def _sizes(self, outputs: Tensor) -> dict[str, Any]:
-        """What is known of the samples, and of the memory that one takes."""
-        n, uses = self.batch.size, self.uses
-        return {
-            "samples": n,
-            "places": tuple(range(n)),
-            "seen": outputs.detach(),
-            "width": outputs.element_size(),
-            "outputs": outputs.shape[1:],
-            "activations": sum(use.shape.numel() for use in uses) // n,
-            "kept": sum(use.shape.numel() for use in uses if use.keeps) // n,
-            "inputs": sum(use.input.numel() for use in uses) // n,
-            "patches": max((patch_entries(use) for use in uses), default=0) // n,
-        }
+def _matrices(risk: Risk, rules: Mapping[str, str], uses: Sequence[Use]) -> dict[str, Matrix]:
+    """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
+    matrices = {}
+    for use in uses:
+        matrix, name = use.matrix(), use.names.get("weight")
+        if matrix is None or name is None:
+            continue
+        if rules[name] == GENERIC and use.may_be_a_product:
+            continue  # no input of a layer
+        # An embedding that is tied to a Linear counts as the Linear.
+        if name not in matrices or matrix.out == 0:
+            matrices[name] = matrix
+    for name, rule in rules.items():
+        shape = risk.parameters[name].shape
+        if rule == GENERIC and len(shape) > 1 and shape.numel() > max(shape):
+            matrices.setdefault(name, Matrix())
+    return {name: matrices[name] for name in rules if name in matrices}
 
-    def _matrices(self, rules: Mapping[str, str]) -> dict[str, Matrix]:
-        """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
-        found = {}
-        for use in self.uses:
-            matrix, name = use.matrix(), use.names.get("weight")
-            if matrix is None or name is None:
-                continue
-            if rules[name] == GENERIC and use.may_be_a_product:
-                continue  # no input of a layer
-            # An embedding that is tied to a Linear counts as the Linear.
-            if name not in found or matrix.out == 0:
-                found[name] = matrix
-        for name, rule in rules.items():
-            shape = self.risk.parameters[name].shape
-            if rule == GENERIC and len(shape) > 1 and shape.numel() > max(shape):
-                found.setdefault(name, Matrix())
-        return {name: found[name] for name in rules if name in found}
 
-    def _channels_last(self, outputs: Tensor) -> bool:
-        """Whether there are images on a CPU, whose convolutions are faster channels last.
+def _bears_channels_last(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
+    """Whether there are images on a CPU, whose convolutions are faster channels last.
 
-        (cuDNN's are not: 4.8 gradients against 5.2 for a ResNet-18 on an H200.)
-        """
-        leaves = tree_leaves(self.batch.inputs)
-        images = any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
-        return images and _gives(self.risk, channels_last(self.batch), outputs)
+    (cuDNN's are not: 4.8 gradients against 5.2 for a ResNet-18 on an H200.)
+    """
+    leaves = tree_leaves(batch.inputs)
+    images = any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
+    return images and _gives(risk, channels_last(batch), outputs)
 
-    def _coupled(self, outputs: Tensor) -> bool:
-        """Whether samples of a batch depend on each other; an error if they depend on chance."""
-        apart = not coupled(self.risk, self.batch, outputs)
-        compared = outputs.numel() if apart and self.batch.size > 1 else 0
-        with torch.no_grad():
-            while compared < _ENTRIES:  # few entries may agree by chance
-                with Safe():
-                    again = self.risk.forward(self.batch)
-                if not close(again, outputs):
-                    raise ModelError(
-                        "The model is random in evaluation mode: equal inputs give different "
-                        "outputs, so it has no Hessian to measure. Look for dropout called with "
-                        "training=True or noise that is not switched off by eval()."
-                    )
-                compared += outputs.numel()
-        return not apart
 
-    def _probed(self, outputs: Tensor, proof: Proof) -> frozenset[str]:
-        """Of the parameters that no proof covers, those in which the outputs seem linear here."""
-        generator = torch.Generator(outputs.device).manual_seed(20_190_121)
-        cotangent = _normal(outputs, generator)
-        return frozenset(
-            name
-            for name in proof.curved
-            if self._straight(outputs, self.risk.parameters[name], cotangent, generator)
-        )
+def _coupled_by_no_chance(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
+    """Whether samples of a batch depend on each other; an error if they depend on chance."""
+    apart = not coupled(risk, batch, outputs)
+    compared = outputs.numel() if apart and batch.size > 1 else 0
+    with torch.no_grad():
+        while compared < _ENTRIES:  # few entries may agree by chance
+            with Safe():
+                again = risk.forward(batch)
+            if not close(again, outputs):
+                raise ModelError(
+                    "The model is random in evaluation mode: equal inputs give different "
+                    "outputs, so it has no Hessian to measure. Look for dropout called with "
+                    "training=True or noise that is not switched off by eval()."
+                )
+            compared += outputs.numel()
+    return not apart
 
-    def _straight(
-        self, outputs: Tensor, parameter: Tensor, cotangent: Tensor, generator: torch.Generator
-    ) -> bool:
-        """Whether a random second derivative of the outputs in one parameter vanishes."""
-        try:
-            (gradient,) = torch.autograd.grad(outputs, parameter, cotangent, create_graph=True)
-            if not gradient.requires_grad:
-                return True
-            size = _norms([parameter]) / parameter.numel() ** 0.5
-            direction = _normal(gradient, generator) * _scale(outputs, gradient, size)
-            changes: Sequence[Tensor | None] = torch.autograd.grad(
-                gradient, parameter, direction, retain_graph=True, allow_unused=True
-            )
-        except RuntimeError:  # it has no second derivative
-            return False
-        if changes[0] is None:
+
+def _seemingly_linear(risk: Risk, outputs: Tensor, names: Iterable[str]) -> frozenset[str]:
+    """The parameters in which the outputs seem linear here."""
+    generator = torch.Generator(outputs.device).manual_seed(20_190_121)
+    cotangent = _normal(outputs, generator)
+    return frozenset(
+        name for name in names if _straight(outputs, risk.parameters[name], cotangent, generator)
+    )
+
+
+def _straight(
+    outputs: Tensor, parameter: Tensor, cotangent: Tensor, generator: torch.Generator
+) -> bool:
+    """Whether a random second derivative of the outputs in one parameter vanishes."""
+    try:
+        (gradient,) = torch.autograd.grad(outputs, parameter, cotangent, create_graph=True)
+        if not gradient.requires_grad:
             return True
-        bend, whole = _largest([changes[0], gradient])
-        return bend <= 16 * float(torch.finfo(gradient.dtype).eps) * whole
+        size = _norms([parameter]) / parameter.numel() ** 0.5
+        direction = _normal(gradient, generator) * _scale(outputs, gradient, size)
+        (change,) = torch.autograd.grad(
+            gradient, parameter, direction, retain_graph=True, materialize_grads=True
+        )
+    except RuntimeError:  # it has no second derivative
+        return False
+    bend, whole = _largest([change, gradient])
+    return bend <= 16 * float(torch.finfo(gradient.dtype).eps) * whole
 
 
 _ENTRIES = 16  # of the outputs, to compare

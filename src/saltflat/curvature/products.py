@@ -71,11 +71,14 @@ class Products:
         """C v, in float64."""
         check_derivatives(self.loss)
         v = [vector[name].to(p) for name, p in self.parameters.items()]
+
+        def attempt(size: int) -> list[Tensor]:
+            self.chunk = size
+            return self._product(v)
+
         try:
             # Samples that depend on each other cannot be cut.
-            sums = (
-                self._product(v) if self.plan.coupled else halving(self._in_chunks(v), self.chunk)
-            )
+            sums = attempt(self.chunk) if self.plan.coupled else halving(attempt, self.chunk)
         except RuntimeError as error:
             if lacks_derivative(error):
                 raise NoSecondDerivative(
@@ -86,13 +89,6 @@ class Products:
             raise
         self._calls += 1
         return dict(zip(self.parameters, sums, strict=True))
-
-    def _in_chunks(self, v: list[Tensor]) -> Callable[[int], list[Tensor]]:
-        def attempt(size: int) -> list[Tensor]:
-            self.chunk = size
-            return self._product(v)
-
-        return attempt
 
     def _product(self, v: list[Tensor]) -> list[Tensor]:
         loss = self.loss

@@ -63,19 +63,11 @@ def batch_mode(model: nn.Module) -> Iterator[None]:
             m.training, m.track_running_stats = training, tracking
 
 
-_LINEAR = {F.linear: -1}
-_CONVOLUTIONS = dict.fromkeys(
-    (
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-    ),
-    1,
-)
-_UNITS: dict[Any, int] = _LINEAR | _CONVOLUTIONS  # operation -> dimension of its output units
+_UNITS: dict[Any, int] = {  # operation -> dimension of its output units
+    F.linear: -1,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), 1),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1),
+}
 
 # What hands entries on, each as it is or times a number that is not its unit's.
 _PASSING = frozenset(

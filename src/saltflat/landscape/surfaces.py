@@ -52,22 +52,18 @@ class Surface(ABC):
     def value(self, v: Vector | None = None) -> float:
         """L(θ + v)."""
         with self._at(v or {}), torch.no_grad():
-            return self._finite(self._value())
+            return self._finite(self._evaluate(None))
 
     def gradient(self, v: Vector | None = None) -> tuple[float, Gradient]:
         """L(θ + v) and its gradient in the parameters, in float64."""
         with self._at(v or {}):
             sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
-            value = self._finite(self._gradient(sums))
+            value = self._finite(self._evaluate(sums))
         return value, sums
 
     @abstractmethod
-    def _value(self) -> float:
-        """The loss where the parameters are."""
-
-    @abstractmethod
-    def _gradient(self, sums: Gradient) -> float:
-        """The same, and its gradient added to `sums`."""
+    def _evaluate(self, sums: Gradient | None) -> float:
+        """The loss where the parameters are; its gradient is put into `sums`, if there are any."""
 
     def mean_growth(self, draw: Callable[[], Vector], draws: int) -> tuple[float, float, float]:
         """L(θ), the mean of L(θ + v) − L(θ) over so many draws of v, and its standard error.
@@ -135,28 +131,19 @@ class Landscape(Surface):
         # A gradient keeps about twice what a forward pass does.
         self.chunk = plan.chunk(curvature.settings.budget(risk.device), 8)
 
-    def _value(self) -> float:
-        return self._halving(lambda: self._over_chunks(None))
-
-    def _gradient(self, sums: Gradient) -> float:
-        def attempt() -> float:
-            for total in sums.values():
+    def _evaluate(self, sums: Gradient | None) -> float:
+        def attempt(size: int) -> float:
+            self.chunk = size
+            for total in (sums or {}).values():
                 total.zero_()
             return self._over_chunks(sums)
 
-        return self._halving(attempt)
-
-    def _halving(self, attempt: Callable[[], float]) -> float:
-        def portions(size: int) -> float:
-            self.chunk = size
-            return attempt()
-
         if not self.coupled:
             try:
-                return halving(portions, self.chunk)
+                return halving(attempt, self.chunk)
             except _InCompany:
                 self.coupled = True
-        return attempt()
+        return attempt(self.chunk)
 
     def _forward(self, batch: Batch) -> Tensor:
         outputs = super()._forward(batch)
@@ -219,13 +206,7 @@ class BatchLandscape(Surface):
     batch_size = 0  # of the largest batch
     batches = 0
 
-    def _value(self) -> float:
-        return self._over_batches(None)
-
-    def _gradient(self, sums: Gradient) -> float:
-        return self._over_batches(sums)
-
-    def _over_batches(self, sums: Gradient | None) -> float:
+    def _evaluate(self, sums: Gradient | None) -> float:
         value = 0.0
         self.batches = 0
         for batch in self.risk.batches():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature import Layer, Quantity, mean_error
-from saltflat.errors import NegativeCurvature, NotApplicable
+from saltflat.errors import NegativeCurvature, NotApplicable, listed
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.cross_fit import NOTE, Line, cross_fit
@@ -151,19 +151,14 @@ def notes(least: Least) -> tuple[str, ...]:
     lines = []
     if least.negative:
         lines.append(
-            f"estimated below zero, within its error: the curvature of {_few(least.negative)}"
+            f"estimated below zero, within its error: the curvature of {listed(least.negative)}"
         )
     if least.vanishing:
         lines.append(
-            f"not attained: rescaling drives the curvature of {_few(least.vanishing)} to zero "
+            f"not attained: rescaling drives the curvature of {listed(least.vanishing)} to zero "
             "without changing the function"
         )
     return tuple(lines)
-
-
-def _few(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
 
 
 def _on_sphere(context: Context, least: Least) -> float:
