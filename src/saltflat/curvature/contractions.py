@@ -242,8 +242,8 @@ def _write_again(
     if len(columns):
         result[:, :, columns] = _diagonal_gradient(left, right.index_select(2, columns), None)
     if len(rows) and len(columns) < len(lost_columns):
-        chosen = [delta.index_select(2, rows) for delta in left]
-        result[:, rows] = _diagonal_gradient(chosen, right, None)
+        some = [delta.index_select(2, rows) for delta in left]
+        result[:, rows] = _diagonal_gradient(some, right, None)
 
 
 def _diagonal_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
@@ -528,17 +528,17 @@ class Lookup(Term):
     rows: int
 
     def gradient(self) -> Tensor:
-        kept = (self.index >= 0).unsqueeze(-1)
+        mask = (self.index >= 0).unsqueeze(-1)
         at = self.index.clamp(min=0).unsqueeze(-1)
         written = []
         for delta in self.deltas:
             rows = delta.new_zeros(len(delta), self.rows, delta.shape[-1])
-            written.append(rows.scatter_add_(1, at.expand_as(delta), delta * kept))
+            written.append(rows.scatter_add_(1, at.expand_as(delta), delta * mask))
         return torch.stack(written)
 
     def weighted(self, weights: Tensor) -> Tensor:
-        kept = (self.index >= 0).unsqueeze(-1)
-        rows = (self.deltas[0] * kept * weights[:, None, None]).flatten(0, 1)
+        mask = (self.index >= 0).unsqueeze(-1)
+        rows = (self.deltas[0] * mask * weights[:, None, None]).flatten(0, 1)
         result = rows.new_zeros(self.rows, rows.shape[-1])
         return result.index_add_(0, self.index.clamp(min=0).flatten(), rows)
 
@@ -576,9 +576,9 @@ class Lookup(Term):
         """Deltas added up at the first position of every distinct row of a sample, 0 elsewhere."""
         same = (self.index.unsqueeze(2) == self.index.unsqueeze(1)).int()
         first = same.argmax(dim=2).unsqueeze(-1)
-        kept = (self.index >= 0).unsqueeze(-1)
+        mask = (self.index >= 0).unsqueeze(-1)
         for delta in self.deltas:
-            yield torch.zeros_like(delta).scatter_add_(1, first.expand_as(delta), delta * kept)
+            yield torch.zeros_like(delta).scatter_add_(1, first.expand_as(delta), delta * mask)
 
     def _squares(self, sign: Tensor | None) -> Tensor:
         """Σ_d s G² at the first position of every distinct row of a sample, 0 elsewhere."""

@@ -101,7 +101,7 @@ class Layer:
     parameter: str
     matrix: Matrix
     weight: Tensor  # detached, in the dtype of the computation
-    kind: str  # of its last call: "linear", "conv", …; "per-sample" if no rule knows it
+    rule: str  # of its last call: "linear", "conv", …; "per-sample" if no rule knows it
     position: int = -1  # of its last call in a forward pass, −1 if no rule saw one
 
     @cached_property
@@ -153,7 +153,7 @@ class Curvature:
             # A part of a batch whose samples depend on each other may make no sense.
             wanted = first.size if plan.coupled else 8
             few, outputs = halving(lambda most: _few(risk, first, most), wanted)
-            self.loss = _told_apart(risk, outputs, few)
+            self.loss = _classified(risk, outputs, few)
         return plan
 
     def _weaken(self, plan: Plan, refutation: Refutation) -> Plan:
@@ -285,7 +285,7 @@ class _Search:
         rest = [n for n in names if n not in exact and wanted[n] & CURVATURE]
         refutation = self._exact(requests, stream, first) if requests else None
         if rest and not refutation:
-            refutation = self._probe(rest)
+            refutation = self._from_products(rest)
         if refutation:
             return refutation
         for quantity in findings.quantities.values():
@@ -434,7 +434,7 @@ class _Search:
         self._doubt(sweep.samples)
         return None
 
-    def _probe(self, names: list[str]) -> Refutation | None:
+    def _from_products(self, names: list[str]) -> Refutation | None:
         """By products with the matrix: written out where these are few, else estimated."""
         shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
         entries = sum(shape.numel() for shape, _ in shapes.values())
@@ -521,7 +521,7 @@ def _weaker(a: Plan, b: Plan) -> Plan:
     )
 
 
-def _told_apart(risk: Risk, outputs: Tensor, few: Batch) -> CustomLoss | JointLoss:
+def _classified(risk: Risk, outputs: Tensor, few: Batch) -> CustomLoss | JointLoss:
     """A user's loss as a mean or a sum over samples, or as one that only all have together."""
     assert not isinstance(risk.loss, Loss | JointLoss)
     _look_at_loss(risk, risk.loss, outputs, few)

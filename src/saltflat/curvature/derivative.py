@@ -149,10 +149,10 @@ def check_bend(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: B
     """
     at, targets = _on_cpu(outputs.double()), _on_cpu(batch.targets)
     try:
-        found = [list(_bends(call, at + s * _noise(at, 3), targets)) for s in (0.0, 1e-3)]
+        bends = [list(_bends(call, at + s * _noise(at, 3), targets)) for s in (0.0, 1e-3)]
     except (RuntimeError, ValueError):
         return  # it does not take such outputs
-    tried = [each for some in found for each in some if all(map(isfinite, each))]
+    tried = [each for some in bends for each in some if all(map(isfinite, each))]
     if tried and not any(_FINE.same(*each) for each in tried):
         said, bend, _ = tried[0]
         raise LossError(
@@ -172,8 +172,8 @@ def _bends(
         at = at.clone().requires_grad_()
         with torch.enable_grad():
             value = _of_its_type(call, at, targets)
-            (found,) = torch.autograd.grad(value, at, create_graph=True)
-        return at, found
+            (slope,) = torch.autograd.grad(value, at, create_graph=True)
+        return at, slope
 
     direction = _noise(outputs, 7)
     at, first = gradient(outputs)
@@ -211,12 +211,12 @@ def check_slope(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: 
         for shift in (0.0, 1e-3):
             at = wide + shift * _noise(wide, 3)
             try:
-                found = list(_slopes(call, at, targets, how))
+                slopes = list(_slopes(call, at, targets, how))
             except (RuntimeError, ValueError):
                 continue
-            if any(how.same(said, slope, noise) for said, slope, noise in found):
+            if any(how.same(said, slope, noise) for said, slope, noise in slopes):
                 return
-            compared += [(said, slope) for said, slope, _ in found if isfinite(slope)]
+            compared += [(said, slope) for said, slope, _ in slopes if isfinite(slope)]
         if compared:
             break
     if compared:
@@ -404,13 +404,9 @@ def _disagreeing(
     """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
     with Safe():
         outputs = risk.forward(batch)
-    parameters = list(risk.parameters.values())
-    found = torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
-    gradients = {
-        n: torch.zeros_like(p) if g is None else g
-        for (n, p), g in zip(risk.parameters.items(), found, strict=True)
-        if n in names
-    }
+    moved = [p for n, p in risk.parameters.items() if n in names]
+    slopes = torch.autograd.grad(outputs, moved, cotangent, materialize_grads=True)
+    gradients = dict(zip([n for n in risk.parameters if n in names], slopes, strict=True))
     size = float((outputs.detach() * cotangent).abs().double().sum())
     asked = _Question(risk, batch, cotangent, how, size)
     if asked.all_agree(gradients):

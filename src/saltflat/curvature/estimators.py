@@ -322,7 +322,7 @@ def estimate_form(
     generator = torch.Generator().manual_seed(estimator.seed)
     draws = Draws(groups)
     for _ in range(estimator.probes):
-        v = {name: _probe(weight, form, generator) for name, weight in weights.items()}
+        v = {name: _vector(weight, form, generator) for name, weight in weights.items()}
         hv = product(v)
         draws.add({n: reduce_entries(v[n] * hv[n], w.matrix, form) for n, w in weights.items()})
     return draws.quantity()
@@ -330,12 +330,12 @@ def estimate_form(
 
 def _written_out(product: Product, weights: Mapping[str, Weight], form: Form) -> Quantity:
     zeros = {n: torch.zeros_like(w.values, dtype=torch.float64) for n, w in weights.items()}
-    found = {}
+    values = {}
     for name, weight in weights.items():
-        found[name] = reduce_entries(zeros[name], weight.matrix, form)
+        values[name] = reduce_entries(zeros[name], weight.matrix, form)
         for at, left, right in _units(weight, form):
-            found[name][at] += (left * product(zeros | {name: right})[name]).sum()
-    return Quantity(found)
+            values[name][at] += (left * product(zeros | {name: right})[name]).sum()
+    return Quantity(values)
 
 
 def _units(weight: Weight, form: Form) -> Iterator[tuple[int | tuple[()], Tensor, Tensor]]:
@@ -370,7 +370,7 @@ def reduce_entries(entries: Tensor, matrix: Matrix, form: Form) -> Tensor:
     return matrix.columns(entries) if form == "columns" else matrix.rows(entries)
 
 
-def _probe(weight: Weight, form: Form, generator: torch.Generator) -> Tensor:
+def _vector(weight: Weight, form: Form, generator: torch.Generator) -> Tensor:
     values, matrix = weight.values.double(), weight.matrix
     shape = matrix.grouped(values).shape  # groups, outputs, inputs, kernel
     if form == "flatness":

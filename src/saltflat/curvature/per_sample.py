@@ -38,24 +38,24 @@ class PerSample:
             size = max(1, _ENTRIES // max(1, self.entries * len(columns))) if self.together else 1
             part = batch.part(start, start + size)
             rows = slice(start, start + part.size)
-            found = self._checked(part, columns[:, rows]) if self.together else None
-            if found is None:
+            gradients = self._checked(part, columns[:, rows]) if self.together else None
+            if gradients is None:
                 self.together = False
                 part = batch.part(start, start + 1)
                 rows = slice(start, start + 1)
-                found = self._alone(part, columns[:, rows])
-            yield rows, found
+                gradients = self._alone(part, columns[:, rows])
+            yield rows, gradients
             start += part.size
 
     def _checked(self, batch: Batch, columns: Tensor) -> dict[str, Tensor] | None:
         """The samples taken together, if these can be and that is right."""
         try:
-            found = self._together(batch, columns)
+            gradients = self._together(batch, columns)
         except Exception as error:  # vmap refuses in many ways
             if out_of_memory(error):
                 raise
             return None
-        return found if self._agrees(batch, columns, found) else None
+        return gradients if self._agrees(batch, columns, gradients) else None
 
     def _together(self, batch: Batch, columns: Tensor) -> dict[str, Tensor]:
         leaves, structure = tree_flatten(batch.inputs)
@@ -66,14 +66,14 @@ class PerSample:
         fixed = {n: p.detach() for n, p in self.parameters.items()}
 
         def one(x: Any, cotangents: Tensor) -> dict[str, Tensor]:
-            def outputs(parameters: dict[str, Tensor]) -> Tensor:
+            def run(parameters: dict[str, Tensor]) -> Tensor:
                 own = {f"model.{name}": p for name, p in parameters.items()}
                 sample = Batch(x, None, 1, batch.where)
                 with Safe():
-                    found: Tensor = functional_call(_Forward(self.risk), own, (sample,))
-                return found
+                    outputs: Tensor = functional_call(_Forward(self.risk), own, (sample,))
+                return outputs
 
-            pull = vjp(outputs, fixed)[1]
+            pull = vjp(run, fixed)[1]
             gradients: dict[str, Tensor] = vmap(lambda u: pull(u.unsqueeze(0))[0])(cotangents)
             return gradients
 
@@ -91,7 +91,7 @@ class PerSample:
             for name, gradients in zip(self.parameters, zip(*rows, strict=True), strict=True)
         }
 
-    def _agrees(self, batch: Batch, columns: Tensor, found: dict[str, Tensor]) -> bool:
+    def _agrees(self, batch: Batch, columns: Tensor, gradients: dict[str, Tensor]) -> bool:
         """Whether what vmap gave adds up to autograd's own gradient of the whole batch."""
         generator = torch.Generator().manual_seed(0)
         shares = torch.randn(columns.shape[:2], generator=generator).to(columns)
@@ -101,7 +101,7 @@ class PerSample:
         for name, gradient in truth.items():
             if not gradient.numel():
                 continue
-            each = found[name].to(columns).reshape(*shares.shape, -1)
+            each = gradients[name].to(columns).reshape(*shares.shape, -1)
             error = torch.einsum("ds,dse->e", shares, each) - gradient.flatten()
             size = torch.einsum("ds,dse->e", shares.abs(), each.abs())
             if not error.abs().max() <= tolerance * max(size.max(), gradient.abs().max()):

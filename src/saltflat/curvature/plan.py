@@ -74,7 +74,7 @@ Signature = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a probe found; it holds for batches whose forward pass makes the same calls."""
+    """What a look at the model showed; for batches whose forward pass makes the same calls."""
 
     samples: int
     coupled: bool  # outputs of one sample depend on others
@@ -85,17 +85,17 @@ class Plan:
     given: Mapping[str, str]  # parameter -> what was declared piecewise linear, and is relied on
     probed: frozenset[str]  # of the curved ones, those that seem linear on the probed samples
     reached: frozenset[str]  # the parameters that autograd reaches
-    unseen: frozenset[str]  # parameters with no gradient on the probed samples: nothing is known
+    dormant: frozenset[str]  # parameters without a gradient on these samples: nothing is known
     signature: Signature
     trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
     narrow: torch.dtype  # the least precise type on the way from parameters to outputs
     channels_last: bool
-    seen: Tensor  # outputs of the probed samples
+    sample_outputs: Tensor  # of the samples that were looked at
     places: tuple[int, ...]  # where in their batch these are
     width: int  # bytes of an output entry
     outputs: torch.Size  # a sample's
     activations: int  # output entries of the recorded operations, a sample
-    kept: int  # of these, what is kept of every direction until it is contracted
+    delta_entries: int  # of these, what is held of every direction until it is contracted
     inputs: int  # input entries of the recorded operations, a sample
     patches: int  # entries of the largest patch matrix, a sample
 
@@ -171,23 +171,23 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     # A few samples, and no more than a small share of the work ahead.
     size = batch.size if batch.size <= 4 else min(8, max(2, batch.size // 32))
     try:
-        plan = _probe_some(risk, batch, size, certify)
+        plan = _examine_some(risk, batch, size, certify)
     except Exception as error:
         if size == batch.size or _final(error):
             raise
         # A part of the batch may make no sense to the model: a few nodes of a graph.
-        plan = probe(risk, batch, certify)
-    while plan.unseen and size < min(batch.size, _ENOUGH):
+        plan = examine(risk, batch, certify)
+    while plan.dormant and size < min(batch.size, _ENOUGH):
         size *= 4
-        plan = _probe_some(risk, batch, min(size, batch.size), certify)
-    if not plan.unseen:
+        plan = _examine_some(risk, batch, min(size, batch.size), certify)
+    if not plan.dormant:
         risk.plans[key] = plan
     return plan
 
 
-def _probe_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
+def _examine_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
     """Look at the model on some samples from all over a batch, fewer where memory runs out."""
-    plan = halving(lambda most: probe(risk, batch.spread(most), certify), size)
+    plan = halving(lambda most: examine(risk, batch.spread(most), certify), size)
     return replace(plan, places=tuple(batch.places(plan.samples)))
 
 
@@ -207,7 +207,7 @@ def _leaf_shapes(batch: Batch) -> Hashable:
     )
 
 
-def probe(risk: Risk, batch: Batch, certify: Certify) -> Plan:
+def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
         with Recorder(risk.parameters) as recorder:
@@ -219,10 +219,10 @@ def probe(risk: Risk, batch: Batch, certify: Certify) -> Plan:
         names = list(risk.parameters)
         check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
         rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
-        unseen, probed = frozenset[str](), frozenset[str]()
+        dormant, probed = frozenset[str](), frozenset[str]()
         if outputs.requires_grad:
             fast = fast_rules(outputs, uses, risk.parameters, proof, seed=20_210_618)
-            rules, dims, unseen = fast.rules, fast.dims, fast.unseen
+            rules, dims, dormant = fast.rules, fast.dims, fast.dormant
             padded = {use.names["weight"] for use in uses if use.has_constants}
             given = {n: g for n, g in fast.gradients.items() if n not in padded}
             check_derivative(risk, batch, fast.cotangent, given)
@@ -237,7 +237,7 @@ def probe(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             given=proof.given,
             probed=probed,
             reached=proof.reached,
-            unseen=unseen,
+            dormant=dormant,
             signature=signature(uses),
             trail=proof.trail,
             narrow=proof.narrow,
@@ -269,7 +269,7 @@ class FastRules:
 
     rules: dict[str, str]
     dims: dict[str, int]
-    unseen: frozenset[str]
+    dormant: frozenset[str]
     cotangent: Tensor
     gradients: dict[str, Tensor]
 
@@ -300,7 +300,7 @@ def fast_rules(
     dims: dict[str, int] = {}
     sizes = dict(zip(given, _largest(list(given.values())), strict=True))
     open_ = {name for name, size in sizes.items() if size > 0}
-    unseen = frozenset(sizes) - open_
+    dormant = frozenset(sizes) - open_
     for dim in (0, 1):
         with torch.no_grad():
             offers = _offers(uses, deltas, Rows(size, dim), open_)
@@ -313,7 +313,7 @@ def fast_rules(
             if error <= (1e-9 if outputs.dtype == torch.float64 else 1e-3) * sizes[name]:
                 rules[name], dims[name] = offers[name][0][0].rule, dim
                 open_.discard(name)
-    return FastRules(rules, dims, unseen, cotangent * spread, given)
+    return FastRules(rules, dims, dormant, cotangent * spread, given)
 
 
 def _pulled(outputs: Tensor, sources: Sequence[Any], cotangent: Tensor) -> Sequence[Tensor | None]:
@@ -338,7 +338,7 @@ def _offers(
     uses: Sequence[Use], deltas: Sequence[Tensor | None], rows: Rows, wanted: set[str]
 ) -> dict[str, list[tuple[Use, Term]]]:
     """What the uses of the wanted parameters make of the deltas, with samples along `rows`."""
-    found: dict[str, list[tuple[Use, Term]]] = {}
+    offers: dict[str, list[tuple[Use, Term]]] = {}
     refused = set[str]()
     for use, delta in zip(uses, deltas, strict=True):
         if delta is None or not wanted & set(use.names.values()):
@@ -347,8 +347,8 @@ def _offers(
             refused |= set(use.names.values())
             continue
         for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
-            found.setdefault(name, []).append((use, term))
-    return {n: terms for n, terms in found.items() if n in wanted and n not in refused}
+            offers.setdefault(name, []).append((use, term))
+    return {n: terms for n, terms in offers.items() if n in wanted and n not in refused}
 
 
 def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
@@ -422,11 +422,11 @@ def _sizes(batch: Batch, outputs: Tensor, uses: Sequence[Use]) -> dict[str, Any]
     return {
         "samples": n,
         "places": tuple(range(n)),
-        "seen": outputs.detach(),
+        "sample_outputs": outputs.detach(),
         "width": outputs.element_size(),
         "outputs": outputs.shape[1:],
         "activations": sum(use.shape.numel() for use in uses) // n,
-        "kept": sum(use.shape.numel() for use in uses if use.keeps) // n,
+        "delta_entries": sum(use.shape.numel() for use in uses if use.keeps) // n,
         "inputs": sum(use.input.numel() for use in uses) // n,
         "patches": max((patch_entries(use) for use in uses), default=0) // n,
     }

@@ -111,8 +111,8 @@ class Products:
                 parts = self._twice(total, v)
             else:
                 tangent = self._forward_product(outputs, v)
-                bent = output_product(loss.total, outputs, batch.targets, tangent)
-                parts = self._grad(outputs, bent)
+                image = output_product(loss.total, outputs, batch.targets, tangent)
+                parts = self._grad(outputs, image)
             _accumulate(sums, parts)
         if additivity is not None:
             if not additivity.holds_together():
@@ -134,7 +134,7 @@ class Products:
         if not torch.isfinite(value):
             raise DataError(f"The loss {loss.name} is not finite on all data.")
         (slope,) = torch.autograd.grad(value, o)
-        bent = output_product(loss.value, o, everything.targets, torch.cat(tangents))
+        image = output_product(loss.value, o, everything.targets, torch.cat(tangents))
         sums, start = self._zeros(), 0
         for batch in self._chunks():
             rows = slice(start, start + batch.size)
@@ -145,7 +145,7 @@ class Products:
                     f"The data differ between two passes ({batch.where}), so a loss over all "
                     "samples cannot be measured. Fix their order and any augmentation."
                 )
-            _accumulate(sums, self._grad(o, bent[rows]))
+            _accumulate(sums, self._grad(o, image[rows]))
             if self.matrix == "hessian":
                 _accumulate(sums, self._twice((slope[rows] * o).sum(), v))
         return sums

@@ -206,15 +206,15 @@ class Proof:
     trail: tuple[str, ...]  # the operations in the order of the walk, but for mere layout
     narrow: torch.dtype  # the least precise type that the graph goes through
     edges: Mapping[str, int]  # parameter -> how many operations take it
-    _kept: Mapping[Any, bool]  # every node -> whether no operation above it moves rows
+    _row_keeper: Mapping[Any, bool]  # every node -> whether no operation above it moves rows
 
     def keeps_rows(self, node: Any) -> bool:
         """Whether row block i of a node's output reaches the output of sample i alone."""
-        return self._kept.get(node, False)
+        return self._row_keeper.get(node, False)
 
     def holds(self, node: Any) -> bool:
         """Whether the outputs come by this node."""
-        return node in self._kept
+        return node in self._row_keeper
 
 
 def prove(
@@ -245,18 +245,18 @@ def prove(
         if name in _declared and isinstance(node, BackwardCFunction):
             given[_declared[name]] = given.get(_declared[name], 0) | every
             continue
-        bent = _bent(_pairs(node, name, len(below), writes), below, every)
-        if bent:
-            curved[name] = curved.get(name, 0) | bent
+        reached = _curved_bits(_pairs(node, name, len(below), writes), below, every)
+        if reached:
+            curved[name] = curved.get(name, 0) | reached
     return Proof(
-        frozenset(_chosen(reach[outputs.grad_fn], parameters)),
+        frozenset(_members(reach[outputs.grad_fn], parameters)),
         _blamed(curved, parameters),
         _blamed(given, parameters),
         frozenset(curved) - {*_PRODUCTS, *_CONDITIONAL, _PART},
         tuple(trail),
         _narrowest(order, outputs),
         _edges(order, parameters),
-        _kept_rows(order, len(outputs) if outputs.ndim else 1),
+        _row_keepers(order, len(outputs) if outputs.ndim else 1),
     )
 
 
@@ -275,15 +275,15 @@ def _edges(order: Sequence[Visit], parameters: Mapping[str, Tensor]) -> dict[str
     return {name: ends[node] for node, name in leaves if name is not None}
 
 
-def _bent(pairs: Pairs | None, below: Sequence[int], every: int) -> int:
+def _curved_bits(pairs: Pairs | None, below: Sequence[int], every: int) -> int:
     """The parameters that reach both sides of a curved pair; all of them if pairs is None."""
     if pairs is None:
         return every
-    found = 0
+    bits = 0
     for one, other in pairs:
         if one < len(below) and other < len(below):
-            found |= below[one] & below[other]
-    return found
+            bits |= below[one] & below[other]
+    return bits
 
 
 def _pairs(
@@ -291,13 +291,13 @@ def _pairs(
 ) -> Pairs | None:
     """The pairs of operands in which an operation is curved; None for all of them."""
     if name == _PART:
-        found: set[tuple[int, int]] = set()
+        together: set[tuple[int, int]] = set()
         for each in writes():
             pairs = _pairs(node, each, operands, writes) if each != _PART else None
             if pairs is None:
                 return None
-            found.update(pairs)
-        return tuple(found)
+            together.update(pairs)
+        return tuple(together)
     if name in _LINEAR:
         return ()
     if name in _PRODUCTS:
@@ -328,15 +328,15 @@ def operation(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _chosen(bits: int, names: Mapping[str, Any]) -> Iterator[str]:
+def _members(bits: int, names: Mapping[str, Any]) -> Iterator[str]:
     return (name for k, name in enumerate(names) if bits >> k & 1)
 
 
-def _blamed(found: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, str]:
+def _blamed(operations: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, str]:
     """parameter -> the first operation that is to blame."""
     blamed: dict[str, str] = {}
-    for operation, bits in found.items():
-        for name in _chosen(bits, names):
+    for operation, bits in operations.items():
+        for name in _members(bits, names):
             blamed.setdefault(name, operation)
     return blamed
 
@@ -398,24 +398,24 @@ _ALONG = {
 # fmt: on
 
 
-def _kept_rows(order: Sequence[Visit], samples: int) -> dict[Any, bool]:
+def _row_keepers(order: Sequence[Visit], samples: int) -> dict[Any, bool]:
     """For every node, whether row block i reaches only the output of sample i.
 
     From the outputs down: an operand keeps its rows if all that it goes into do, and take from it
     no row but their own.
     """
-    kept = {node: True for node, _, _ in order}
+    keepers = {node: True for node, _, _ in order}
     sizes: dict[Any, Sequence[int]] = {}
     for node, name, children in reversed(order):
         for position, (child, output) in enumerate(children):
-            if child is None or not kept[child]:
+            if child is None or not keepers[child]:
                 continue
-            if kept[node] and samples > 1:
+            if keepers[node] and samples > 1:
                 shapes = _shape(child, output, sizes), _shape(node, 0, sizes)
-                kept[child] = _local(node, name, position, *shapes, samples)
+                keepers[child] = _local(node, name, position, *shapes, samples)
             else:
-                kept[child] = kept[node]
-    return kept
+                keepers[child] = keepers[node]
+    return keepers
 
 
 def _shape(node: Any, output: int, known: dict[Any, Sequence[int]]) -> Sequence[int]:
@@ -469,15 +469,15 @@ def _by_row(node: Any, name: str, shape: Sequence[int]) -> bool:
 
 def _dims(node: Any, attributes: Sequence[str], ndim: int) -> set[int]:
     """The dimensions that a node works along; all of them where it does not say."""
-    found: set[int] = set()
+    dims: set[int] = set()
     for attribute in attributes:
         value = getattr(node, attribute, None)
         if value is None or value == ():
             return set(range(ndim))
         for dim in value if isinstance(value, tuple) else (value,):
             # Negative ones come as unsigned numbers.
-            found.add((dim - (1 << 64) if dim >> 63 else dim) % ndim)
-    return found
+            dims.add((dim - (1 << 64) if dim >> 63 else dim) % ndim)
+    return dims
 
 
 _CONTINUOUS = {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - {

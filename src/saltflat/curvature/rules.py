@@ -101,8 +101,8 @@ class Use(ABC):
         return False
 
     @abstractmethod
-    def terms(self, kept: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
-        """(parameter name, its gradients) from what was kept, one entry a direction."""
+    def terms(self, deltas: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
+        """(parameter name, its gradients) from what `keep` gave, one entry a direction."""
 
 
 def _positions(x: Tensor, rows: Rows) -> Tensor:
@@ -128,16 +128,16 @@ class LinearUse(Use):
     def may_be_a_product(self) -> bool:
         return self.transposed
 
-    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         layout = Layout(transposed=self.transposed)
         if len(self.shape) == 2 and self.shape[0] == rows.count:
-            deltas = Deltas(stack(kept))
+            arrived = Deltas(stack(deltas))
             if "weight" in self.names:
-                yield self.names["weight"], RankOne(deltas, self.input, layout)
+                yield self.names["weight"], RankOne(arrived, self.input, layout)
             if "bias" in self.names:
-                yield self.names["bias"], Bias(deltas)
+                yield self.names["bias"], Bias(arrived)
             return
-        left = [_positions(d, rows) for d in kept]
+        left = [_positions(d, rows) for d in deltas]
         if "weight" in self.names:
             yield self.names["weight"], Outer(left, _positions(self.input, rows), layout)
         if "bias" in self.names:
@@ -198,9 +198,9 @@ class ConvUse(Use):
     def matrix(self) -> Matrix:
         return Matrix(groups=self.window.groups)
 
-    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups = self.window.groups
-        left = [_side_by_side(_grouped(d, groups), rows) for d in kept]
+        left = [_side_by_side(_grouped(d, groups), rows) for d in deltas]
         if "weight" in self.names:
             last, size = groups == 1 and _channels_last(self.input), self.shape[2:]
             if last:  # kernel elements first, which copies whole runs of channels
@@ -231,15 +231,15 @@ class ConvTransposeUse(Use):
     def matrix(self) -> Matrix:
         return Matrix(out=1, groups=self.window.groups)
 
-    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         groups, size = self.window.groups, self.input.shape[2:]
         if "weight" in self.names:
-            left = [_side_by_side(_patch_matrix(self.window, d, size), rows) for d in kept]
+            left = [_side_by_side(_patch_matrix(self.window, d, size), rows) for d in deltas]
             right = _side_by_side(_grouped(self.input, groups), rows)
             layout = Layout(self.window.kernel, groups, transposed=True)
             yield self.names["weight"], Outer(left, right, layout)
         if "bias" in self.names:
-            summed = [rows.first(d.flatten(2).sum(2)).sum(1) for d in kept]
+            summed = [rows.first(d.flatten(2).sum(2)).sum(1) for d in deltas]
             yield self.names["bias"], Explicit(torch.stack(summed))
 
 
@@ -262,11 +262,11 @@ class EmbeddingUse(Use):
     def has_constants(self) -> bool:
         return self.padding is not None
 
-    def terms(self, kept: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
+    def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         index = rows.first(self.input.unsqueeze(-1)).flatten(1)
         if self.padding is not None:
             index = index.masked_fill(index == self.padding % self.rows, -1)
-        flat = [rows.first(d).flatten(1, -2) for d in kept]
+        flat = [rows.first(d).flatten(1, -2) for d in deltas]
         yield self.names["weight"], Lookup(index, flat, self.rows)
 
 
@@ -308,9 +308,9 @@ class SpreadUse(Use, ABC):
     def keep_all(self, deltas: Tensor, rows: Rows) -> list[dict[str, Tensor]]:
         return [self.keep(delta, rows) for delta in deltas]
 
-    def terms(self, kept: Sequence[dict[str, Tensor]], rows: Rows) -> Iterator[tuple[str, Term]]:
-        for role in kept[0]:
-            yield self.names[role], Explicit(torch.stack([sums[role] for sums in kept]))
+    def terms(self, sums: Sequence[dict[str, Tensor]], rows: Rows) -> Iterator[tuple[str, Term]]:
+        for role in sums[0]:
+            yield self.names[role], Explicit(torch.stack([each[role] for each in sums]))
 
 
 @final
@@ -414,8 +414,8 @@ _ADJUSTED: dict[Any, Callable[[Arguments], Arguments]] = {
 
 def _roles(names: Names, arguments: Arguments, **roles: str) -> dict[str, str]:
     """role -> parameter name, for the arguments that are measured parameters."""
-    found = {role: names.get(id(arguments.get(key))) for role, key in roles.items()}
-    return {role: name for role, name in found.items() if name is not None}
+    known = {role: names.get(id(arguments.get(key))) for role, key in roles.items()}
+    return {role: name for role, name in known.items() if name is not None}
 
 
 def _linear(

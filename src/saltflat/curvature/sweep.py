@@ -29,9 +29,9 @@ from saltflat.curvature.plan import (
     channels_last,
     close,
     coupled,
+    examine,
     fast_rules,
     plan_for,
-    probe,
     proof_of,
 )
 from saltflat.curvature.proof import Proof
@@ -136,17 +136,16 @@ def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) 
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-    kept: list[list[Any] | None] = [[] for _ in uses]
+    arrived: list[Any] = [[] for _ in uses]
     for column in columns:
         deltas = torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
         for k, (use, delta) in enumerate(zip(uses, deltas, strict=True)):
-            entry = kept[k]
-            if delta is None or entry is None:
-                kept[k] = None
+            if delta is None or arrived[k] is None:
+                arrived[k] = None
             else:
                 with torch.no_grad():
-                    entry.append(use.keep(delta, rows[k]))
-    return list(kept)
+                    arrived[k].append(use.keep(delta, rows[k]))
+    return arrived
 
 
 def _all_at_once(
@@ -168,7 +167,7 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
     """The standard deviation of every input unit over samples and positions.
 
     A unit that never changes has the size of its value instead, and one that is always 0 has 0.
-    Embeddings, whose inputs are rows looked up, and layers that no rule knows have no scale.
+    Embeddings, whose inputs are rows examined up, and layers that no rule knows have no scale.
     """
     moments: dict[str, Tensor] = {}  # (3, inputs): count, Σ x, Σ x²
     for part in risk.chunks(chunk):
@@ -258,7 +257,7 @@ class Pass:
         return zeros if kind == "diagonal" else zeros.sum()
 
     def _batch(self, batch: Batch, index: int, plan: Plan) -> Refutation | None:
-        start, looked = 0, -1  # `looked`: the chunk that was probed as a whole
+        start, examined = 0, -1  # `examined`: the chunk that was looked at as a whole
         while start < batch.size:
             size = min(self._size or self._chunk(plan, batch), batch.size - start)
             chunk = batch.part(start, start + size)
@@ -277,10 +276,10 @@ class Pass:
                 continue
             if isinstance(done, Refutation):
                 return done
-            awake = (v for (_, name), v in self._pending.items() if name in plan.unseen)
-            if looked != start and any(bool(value.any()) for value in awake):
+            moving = (v for (_, name), v in self._pending.items() if name in plan.dormant)
+            if examined != start and any(bool(value.any()) for value in moving):
                 # Now there is something to see.
-                plan, looked = probe(self.risk, chunk, self.settings.certify), start
+                plan, examined = examine(self.risk, chunk, self.settings.certify), start
                 continue
             self.samples += size
             self.normaliser += done[0]
@@ -299,7 +298,7 @@ class Pass:
         1024 in TensorFloat-32 (5.7 at 1000, 6.0 at 500).
         """
         outputs = plan.outputs.numel()
-        entries = 2 * (plan.inputs + plan.activations) + min(outputs, 16) * plan.kept
+        entries = 2 * (plan.inputs + plan.activations) + min(outputs, 16) * plan.delta_entries
         each = plan.width * (entries + plan.patches)
         if not isinstance(self.loss, CrossEntropy | MeanSquaredError | BinaryCrossEntropy):
             each += 32 * min(outputs, self.settings.max_directions) ** 2
@@ -350,7 +349,7 @@ class Pass:
     ) -> Plan:
         """The plan that holds for this chunk: found anew where the given one does not."""
         if not plan.serves(uses, chunk.size) or proof.reached - plan.reached:
-            return probe(self.risk, chunk, self.settings.certify)
+            return examine(self.risk, chunk, self.settings.certify)
         return self._checked(plan, chunk, outputs, uses, proof)
 
     def _refutation(
@@ -381,17 +380,17 @@ class Pass:
         """
         live = live_uses(uses, plan, frozenset(self.requests))
         alone = chunk.size == 1  # no rows to move
-        kept = alone or all(
+        in_place = alone or all(
             sample_dim(u, plan) == 0 and proof.keeps_rows(u.edge.node) for u in live
         )
         written = any(plan.rules[name] == GENERIC for name in self.requests)
         same = proof.trail == plan.trail and self._all_recorded(plan, live, proof)
-        if kept and same and (alone or not written):
+        if in_place and same and (alone or not written):
             return plan
-        found = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
-        lost = {n for n in plan.dims if n not in found.dims and n not in found.unseen}
+        fast = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
+        lost = {n for n in plan.dims if n not in fast.dims and n not in fast.dormant}
         if not alone:
-            lost |= {n for n, dim in plan.dims.items() if found.dims.get(n, dim) != dim}
+            lost |= {n for n, dim in plan.dims.items() if fast.dims.get(n, dim) != dim}
         if (lost or written) and coupled(self.risk, chunk, outputs):
             return replace(plan, coupled=True)
         return replace(
@@ -420,7 +419,7 @@ class Pass:
             return
         width = outputs.element_size() * len(outputs)
         share = self._budget() // 2
-        group = max(1, share // max(1, width * (plan.kept + outputs[0].numel())))
+        group = max(1, share // max(1, width * (plan.delta_entries + outputs[0].numel())))
         names = self._written_out(plan, CURVATURE)
         written = sum(self.risk.parameters[name].numel() for name in names)
         group = min(group, max(1, share // max(1, outputs.element_size() * written)))
@@ -487,8 +486,8 @@ class Pass:
 def _as_probed(plan: Plan, outputs: Tensor) -> bool:
     """Whether the probed samples have the outputs that they had without the rest of their chunk."""
     here = [k for k in plan.places if k < len(outputs)]
-    known = plan.seen[: len(here)]
-    return plan.seen.shape[1:] != outputs.shape[1:] or close(outputs[here], known)
+    known = plan.sample_outputs[: len(here)]
+    return plan.sample_outputs.shape[1:] != outputs.shape[1:] or close(outputs[here], known)
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:

@@ -211,7 +211,7 @@ class RelativeFlatness(Measure):
                     f"Got {self.layer!r}. {nearest(self.layer, layers)}"
                 )
             return layers[self.layer]
-        linear = [layer for layer in context.layers if layer.kind == "linear"]
+        linear = [layer for layer in context.layers if layer.rule == "linear"]
         if not linear:
             raise NotApplicable(
                 "The model has no Linear layer. Name another with RelativeFlatness(layer=…)."
