@@ -207,8 +207,23 @@ class CrossEntropy(Loss):
             )
 
 
+class ElementwiseLoss(Loss):
+    """A sum over elements: its output-side Hessian is diagonal."""
+
+    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
+        return float(outputs.numel())
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The diagonal of the output-side Hessian."""
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
+        _check_tensor(targets, self.name, where)
+        _check_shape(outputs, targets, self.name, where)
+
+
 @final
-class MeanSquaredError(Loss):
+class MeanSquaredError(ElementwiseLoss):
     """Squared error over elements; its output-side Hessian is 2 I."""
 
     name = "mse"
@@ -219,20 +234,12 @@ class MeanSquaredError(Loss):
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().sum()
 
-    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
-        return float(outputs.numel())
-
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the output-side Hessian."""
         return torch.full_like(outputs, 2.0, dtype=torch.float64)
-
-    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
-        _check_tensor(targets, self.name, where)
-        _check_shape(outputs, targets, self.name, where)
 
 
 @final
-class BinaryCrossEntropy(Loss):
+class BinaryCrossEntropy(ElementwiseLoss):
     """Binary cross-entropy on logits; its output-side Hessian is diagonal."""
 
     name = "bce"
@@ -259,9 +266,6 @@ class BinaryCrossEntropy(Loss):
             reduction="sum",
         )
 
-    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
-        return float(outputs.numel())
-
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The diagonal: w (1 + (w₊ − 1) y) σ(o) σ(−o)."""
         o = outputs.double()
@@ -273,8 +277,7 @@ class BinaryCrossEntropy(Loss):
         return diagonal
 
     def check(self, outputs: Tensor, targets: Any, where: str) -> None:
-        _check_tensor(targets, self.name, where)
-        _check_shape(outputs, targets, self.name, where)
+        super().check(outputs, targets, where)
         if ((targets < 0) | (targets > 1)).any():
             raise DataError(f"Targets of binary cross-entropy must lie in [0, 1] ({where}).")
 

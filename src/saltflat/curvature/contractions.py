@@ -130,11 +130,6 @@ _GPU_BLOCK = 1 << 28
 CANCELLATION = 8.0
 
 
-def stack(each: Each) -> Tensor:
-    """All directions as one tensor (D, …)."""
-    return each if isinstance(each, Tensor) else torch.stack(list(each))
-
-
 def squares_by_gram(
     parts: Sequence[Tensor], inner: Tensor, cancellation: float = CANCELLATION
 ) -> Tensor:

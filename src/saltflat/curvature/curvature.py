@@ -234,7 +234,7 @@ class Curvature:
         # A double backward keeps about four times what a forward pass does.
         chunk = plan.chunk(self.settings.budget(self.risk.device), 16)
         assert self.loss is not None, "a plan comes with a look at the loss"
-        return Products(self.risk, self.loss, names, self.matrix, plan=plan, chunk=chunk)
+        return Products(self.risk, self.loss, names, self.matrix, plan, chunk)
 
     def layers(self) -> list[Layer]:
         """The weight matrices, in `named_parameters` order."""
@@ -368,15 +368,7 @@ class _Search:
     def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
         loss = self.whole.loss
         assert isinstance(loss, Loss)
-        return Pass(
-            self.risk,
-            loss,
-            requests,
-            self.settings,
-            must_be_linear=self.hessian,
-            weights=self.weights,
-            draw=draw,
-        )
+        return Pass(self.risk, loss, requests, self.settings, self.weights, self.hessian, draw)
 
     def _sweep(self, requests: Requests, stream: Iterable[Batch]) -> Refutation | None:
         sweep = self._pass(requests)

@@ -351,10 +351,8 @@ def _units(weight: Weight, form: Form) -> Iterator[tuple[int | tuple[()], Tensor
             part = matrix.ungrouped(w.where(unit == k, 0.0), values.shape)
             yield k, part, part
         return
-    scale = torch.ones(groups, inputs, dtype=w.dtype, device=w.device)
-    if weight.scale is not None:
-        scale = weight.scale.double().reshape(groups, inputs)
-    scaled = (w * scale[:, None, :, None]).flatten(-2)
+    spread = _scale(weight)
+    scale, scaled = spread[:, 0, :, 0], (w * spread).flatten(-2)
     square = scaled @ scaled.mT
     for g, o, i, k in product_of(*map(range, (groups, outputs, inputs, kernel))):
         if scale[g, i] > 0:
@@ -383,15 +381,17 @@ def _vector(weight: Weight, form: Form, generator: torch.Generator) -> Tensor:
 def _mixed(weight: Weight, generator: torch.Generator) -> Tensor:
     """L S for W Wᵀ = L Lᵀ, group by group; features are divided by their scale."""
     values, matrix = weight.values.double(), weight.matrix
-    w = matrix.grouped(values)
-    shape = w.shape
-    scale = None
-    if weight.scale is not None:
-        scale = weight.scale.double().reshape(shape[0], 1, shape[2], 1)
-        w = w * scale
+    scale = _scale(weight)
+    w = matrix.grouped(values) * scale
     upper = torch.linalg.qr(w.flatten(-2).mT, mode="r").R
-    each = noise(torch.Size((shape[0], upper.shape[1], shape[2:].numel())), w.device, generator)
-    mixed = (upper.mT @ each).reshape(shape)
-    if scale is not None:
-        mixed = divide(mixed, scale)
-    return matrix.ungrouped(mixed, values.shape)
+    size = torch.Size((len(w), upper.shape[1], w.shape[2:].numel()))
+    mixed = (upper.mT @ noise(size, w.device, generator)).reshape(w.shape)
+    return matrix.ungrouped(divide(mixed, scale), values.shape)
+
+
+def _scale(weight: Weight) -> Tensor:
+    """That of the features, (groups, 1, inputs of a group, 1); ones where there is none."""
+    like = weight.matrix.grouped(weight.values)[:, :1, :, :1].double()
+    return (
+        torch.ones_like(like) if weight.scale is None else weight.scale.double().reshape(like.shape)
+    )

@@ -22,12 +22,11 @@ from torch.utils._pytree import tree_map
 
 from saltflat.errors import DataError, LossError, NoSecondDerivative
 from saltflat.losses import (
-    BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
+    ElementwiseLoss,
     JointLoss,
     Loss,
-    MeanSquaredError,
     UserLoss,
     nodes,
     scalar,
@@ -205,7 +204,7 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
     outputs = outputs.detach()
     if isinstance(loss, CrossEntropy):
         return SoftmaxFactor(loss, outputs, batch.targets)
-    if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
+    if isinstance(loss, ElementwiseLoss):
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
     check_derivatives(loss)
     if sketched:

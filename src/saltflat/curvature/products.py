@@ -8,7 +8,7 @@ contributes Jᵀ(B J v) + ∇²⟨r, o⟩ v with r = ∂L/∂o: memory still gro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, final
 
 import torch
@@ -38,26 +38,23 @@ class _Refuted(Exception):
 
 
 @final
+@dataclass
 class Products:
     """v ↦ C v restricted to the blocks `names`, C the Hessian or the Gauss–Newton matrix."""
 
-    def __init__(
-        self,
-        risk: Risk,
-        loss: Loss | JointLoss,
-        names: Sequence[str],
-        matrix: MatrixName,
-        *,
-        plan: Plan,
-        chunk: int,
-    ) -> None:
-        self.risk, self.loss, self.matrix, self.plan = risk, loss, matrix, plan
-        self.parameters = {name: risk.parameters[name] for name in names}
-        self.chunk = chunk
+    risk: Risk
+    loss: Loss | JointLoss
+    names: Sequence[str]
+    matrix: MatrixName
+    plan: Plan
+    chunk: int
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.parameters = {name: self.risk.parameters[name] for name in self.names}
         # A user's loss is checked on the first pass over the data.
-        self._unchecked = isinstance(loss, CustomLoss)
-        self._calls = 0
-        self._company = Company(risk)
+        self._unchecked = isinstance(self.loss, CustomLoss)
+        self._company = Company(self.risk)
 
     def serve(self, task: Callable[[Products], Result]) -> Result | Refutation:
         """What a task makes of products, or what the first of these refuted."""

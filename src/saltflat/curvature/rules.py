@@ -39,7 +39,6 @@ from saltflat.curvature.contractions import (
     Outer,
     RankOne,
     Term,
-    stack,
 )
 from saltflat.geometry import Matrix, windows
 
@@ -131,7 +130,7 @@ class LinearUse(Use):
     def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         layout = Layout(transposed=self.transposed)
         if len(self.shape) == 2 and self.shape[0] == rows.count:
-            arrived = Deltas(stack(deltas))
+            arrived = Deltas(deltas if isinstance(deltas, Tensor) else torch.stack(list(deltas)))
             if "weight" in self.names:
                 yield self.names["weight"], RankOne(arrived, self.input, layout)
             if "bias" in self.names:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -37,14 +37,7 @@ from saltflat.curvature.plan import (
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Use
 from saltflat.geometry import Matrix
-from saltflat.losses import (
-    BinaryCrossEntropy,
-    CrossEntropy,
-    CustomLoss,
-    Loss,
-    MeanSquaredError,
-    divisor,
-)
+from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
 
@@ -199,33 +192,32 @@ Directions = tuple[frozenset[Kind], Tensor, Tensor | None]  # what for, columns,
 
 
 @final
+@dataclass(slots=True)
 class Pass:
-    """One sweep over the data for the blocks `names`; `sums` and `normaliser` hold the result."""
+    """One sweep over the data, for what is requested of each parameter."""
 
-    def __init__(
-        self,
-        risk: Risk,
-        loss: Loss,
-        requests: Requests,
-        settings: Settings,
-        *,
-        must_be_linear: bool,
-        weights: Mapping[str, Weight] | None = None,
-        draw: Draw | None = None,
-    ) -> None:
-        self.risk, self.loss, self.requests = risk, loss, requests
-        self.weights, self.settings, self.draw = weights or {}, settings, draw
-        self.must_be_linear = must_be_linear
-        self.samples = 0  # that were swept over
-        self.counted = 0  # samples that the loss does not ignore
-        self.normaliser = 0.0
-        self.rules: dict[str, set[str]] = {name: set() for name in requests}
-        self.sums: dict[tuple[Kind, str], Tensor] = {}
-        self._pending: dict[tuple[Kind, str], Tensor] = {}  # of this chunk, until it is done
-        self._additivity = Additivity(loss) if isinstance(loss, CustomLoss) else None
-        self._company = Company(risk)
-        self._generic: PerSample | None = None
-        self._size: int | None = None  # samples a chunk, once memory has run out
+    risk: Risk
+    loss: Loss
+    requests: Requests
+    settings: Settings
+    weights: Mapping[str, Weight]
+    must_be_linear: bool
+    draw: Draw | None = None
+    samples: int = 0  # that were swept over
+    counted: int = 0  # samples that the loss does not ignore
+    normaliser: float = 0.0
+    rules: dict[str, set[str]] = field(default_factory=dict)
+    sums: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)
+    _pending: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # until a chunk is done
+    _generic: PerSample | None = None
+    _size: int | None = None  # samples a chunk, once memory has run out
+    _additivity: Additivity | None = None
+    _company: Company = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._company = Company(self.risk)
+        if isinstance(self.loss, CustomLoss):
+            self._additivity = Additivity(self.loss)
 
     def run(
         self, batches: Iterable[Batch], first: Plan
@@ -300,7 +292,7 @@ class Pass:
         outputs = plan.outputs.numel()
         entries = 2 * (plan.inputs + plan.activations) + min(outputs, 16) * plan.delta_entries
         each = plan.width * (entries + plan.patches)
-        if not isinstance(self.loss, CrossEntropy | MeanSquaredError | BinaryCrossEntropy):
+        if not isinstance(self.loss, CrossEntropy | ElementwiseLoss):
             each += 32 * min(outputs, self.settings.max_directions) ** 2
         most = max(1, self._budget() // max(1, each))
         if self.risk.device.type == "cuda":
@@ -331,8 +323,8 @@ class Pass:
         if outputs.requires_grad:
             for directions in self._directions(outputs, chunk, index, first, plan):
                 self._square(chunk, outputs, recorder.uses, plan, directions)
-        for name, rules in self.rules.items():
-            rules.add(plan.rules[name])
+        for name in self.requests:
+            self.rules.setdefault(name, set()).add(plan.rules[name])
         return normaliser, self.loss.counted(outputs, chunk.targets)
 
     def _wants(self, kinds: frozenset[Kind]) -> list[str]:

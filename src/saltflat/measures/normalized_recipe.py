@@ -70,9 +70,8 @@ class DirectObjective:
 
     def fields(self, context: Context, lam: float) -> dict[str, Any]:
         """For a measurement."""
-        value, stderr = direct_objective(
-            context, self.steps, self.draws, self.lr, lam, context.seed
-        )
+        options = self.steps, self.draws, self.lr, lam, context.seed
+        value, stderr = direct_objective(context, *options)
         notes = ("eq. 62: not convex, so a point of it and not the minimum",)
         degrees = degrees_of_freedom(self.draws)
         return {"value": value, "stderr": stderr, "degrees": degrees, "notes": notes}

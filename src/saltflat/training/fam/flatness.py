@@ -30,7 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from saltflat.curvature import output_products, output_units
 from saltflat.geometry import windows
-from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError
+from saltflat.losses import CrossEntropy, ElementwiseLoss, Loss
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Layer = nn.Linear | Conv
@@ -303,7 +303,7 @@ def weigh(loss: Loss, outputs: Tensor, targets: Any, deltas: Tensor) -> tuple[Te
         centred = by_class - (p * by_class).sum(0)
         weighted = p * scale.T[..., None, None, None] * centred
         return weighted.flatten(0, 1), centred.flatten(0, 1)
-    if isinstance(loss, MeanSquaredError | BinaryCrossEntropy):
+    if isinstance(loss, ElementwiseLoss):
         diagonal = loss.curvature(outputs, targets).to(outputs.dtype)
         return diagonal.flatten(1).T[..., None, None, None] * deltas, deltas
     hessian = output_products(
