@@ -98,13 +98,10 @@ class Entries(list[Any]):
     """A list with one entry a sample, lengths or words, cut and joined as tensors are."""
 
     def __getitem__(self, which: Any) -> Any:
-        if isinstance(which, slice):
-            return Entries(super().__getitem__(which))
-        return (
-            Entries(self[k] for k in which)
-            if isinstance(which, list)
-            else super().__getitem__(which)
-        )
+        if isinstance(which, list):
+            return Entries(self[k] for k in which)
+        entries = super().__getitem__(which)
+        return Entries(entries) if isinstance(which, slice) else entries
 
 
 def has_rows(leaf: Any, size: int) -> bool:
@@ -523,12 +520,8 @@ def _items(data: Any) -> Iterable[Any]:
         raise InvalidType(f"The data need targets too. Got one {kind}; pass (inputs, targets).")
     if isinstance(data, Mapping):
         return [data]
-    arrays = Tensor | np.ndarray
-    if (
-        isinstance(data, tuple | list)
-        and len(data) == 2
-        and any(isinstance(part, arrays) for part in data)
-    ):
+    pair = isinstance(data, tuple | list) and len(data) == 2
+    if pair and any(isinstance(part, Tensor | np.ndarray) for part in data):
         return [tuple(data)]
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _loader(data)

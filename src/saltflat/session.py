@@ -367,11 +367,10 @@ class Loan:
             steady = False
         if not steady:
             raise ModelError(
-                f"Every forward pass changes what the next one computes: it writes into "
+                "Every forward pass changes what the next one computes: it writes into "
                 f"{listed(self.left)}, and the outputs follow. A result would depend on the number "
-                "of passes. "
-                "The model is as it was found; measure a version of it whose forward pass writes "
-                "nothing in evaluation mode (`if self.training:` around the update)."
+                "of passes. The model is as it was found; measure a version of it whose forward "
+                "pass writes nothing in evaluation mode (`if self.training:` around the update)."
             )
 
 
@@ -439,14 +438,10 @@ class RandomState:
 
 def _generators(data: Any) -> list[torch.Generator]:
     """The generators of a DataLoader and of its samplers."""
-    found: dict[int, torch.Generator] = {}
     owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
     owners.append(getattr(owners[-1], "sampler", None))
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
+    each = (getattr(owner, "generator", None) for owner in owners)
+    return list({id(g): g for g in each if isinstance(g, torch.Generator)}.values())
 
 
 @contextmanager

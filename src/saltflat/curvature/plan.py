@@ -30,7 +30,7 @@ from saltflat.curvature.contractions import Term, combine
 from saltflat.curvature.derivative import check_derivative, check_unreached
 from saltflat.curvature.loss_hessian import lacks_derivative
 from saltflat.curvature.proof import InPlace, Proof, prove
-from saltflat.curvature.rules import Recorder, Rows, Safe, Use
+from saltflat.curvature.rules import EmbeddingUse, LinearUse, Recorder, Rows, Safe, Use
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
 from saltflat.memory import halving, out_of_memory
@@ -223,7 +223,11 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
         if outputs.requires_grad:
             fast = fast_rules(outputs, uses, risk.parameters, proof, seed=20_210_618)
             rules, dims, dormant = fast.rules, fast.dims, fast.dormant
-            padded = {use.names["weight"] for use in uses if use.has_constants}
+            padded = {
+                use.names["weight"]
+                for use in uses
+                if isinstance(use, EmbeddingUse) and use.padding is not None
+            }
             given = {n: g for n, g in fast.gradients.items() if n not in padded}
             check_derivative(risk, batch, fast.cotangent, given)
             if certify == "probe":
@@ -439,8 +443,8 @@ def _matrices(risk: Risk, rules: Mapping[str, str], uses: Sequence[Use]) -> dict
         matrix, name = use.matrix(), use.names.get("weight")
         if matrix is None or name is None:
             continue
-        if rules[name] == GENERIC and use.may_be_a_product:
-            continue  # no input of a layer
+        if rules[name] == GENERIC and isinstance(use, LinearUse) and use.transposed:
+            continue  # its input may be made of parameters alone, as in b @ a
         # An embedding that is tied to a Linear counts as the Linear.
         if name not in matrices or matrix.out == 0:
             matrices[name] = matrix

@@ -118,15 +118,13 @@ class Products:
         return [s / divisor(loss, normaliser) for s in sums]
 
     def _joint(self, loss: JointLoss, v: list[Tensor]) -> list[Tensor]:
-        outputs, tangents, batches = [], [], []
+        tangents, batches = [], []
         for batch in self._chunks():
             o = self._forward(batch)
-            outputs.append(o.detach())
             tangents.append(self._forward_product(o, v))
             batches.append(batch.answered(o.detach()))
         everything = join(batches)
-        outputs_seen = torch.cat(outputs)
-        o = outputs_seen.clone().requires_grad_()
+        o = everything.inputs.clone().requires_grad_()
         value = loss.value(o, everything.targets)
         if not torch.isfinite(value):
             raise DataError(f"The loss {loss.name} is not finite on all data.")
@@ -137,7 +135,7 @@ class Products:
             rows = slice(start, start + batch.size)
             start += batch.size
             o = self._forward(batch)
-            if not torch.allclose(o.detach(), outputs_seen[rows], rtol=1e-3, atol=1e-6):
+            if not torch.allclose(o.detach(), everything.inputs[rows], rtol=1e-3, atol=1e-6):
                 raise DataError(
                     f"The data differ between two passes ({batch.where}), so a loss over all "
                     "samples cannot be measured. Fix their order and any augmentation."

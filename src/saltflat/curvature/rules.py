@@ -89,16 +89,6 @@ class Use(ABC):
         """What the weight meets, a row for every position, if that is not looked up."""
         return self.input.movedim(1, -1).flatten(0, -2)
 
-    @property
-    def has_constants(self) -> bool:
-        """Whether entries of the weight have no gradient by agreement."""
-        return False
-
-    @property
-    def may_be_a_product(self) -> bool:
-        """Whether the input may be made of parameters alone, as in b @ a."""
-        return False
-
     @abstractmethod
     def terms(self, deltas: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
         """(parameter name, its gradients) from what `keep` gave, one entry a direction."""
@@ -122,10 +112,6 @@ class LinearUse(Use):
 
     def features(self) -> Tensor:
         return self.input.flatten(0, -2)
-
-    @property
-    def may_be_a_product(self) -> bool:
-        return self.transposed
 
     def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         layout = Layout(transposed=self.transposed)
@@ -256,10 +242,6 @@ class EmbeddingUse(Use):
 
     def features(self) -> None:
         return None
-
-    @property
-    def has_constants(self) -> bool:
-        return self.padding is not None
 
     def terms(self, deltas: Each, rows: Rows) -> Iterator[tuple[str, Term]]:
         index = rows.first(self.input.unsqueeze(-1)).flatten(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf, sqrt
 from typing import Any, final
 
@@ -153,11 +154,9 @@ class Neighbourhood:
 
     def _draw(self, like: Mapping[str, Tensor], size: int) -> Point:
         if self.ball.p == inf:
-            unit = {
-                name: torch.rand(p.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
-                for name, p in like.items()
-            }
-            return {name: self.ball.radius * u.to(like[name].device) for name, u in unit.items()}
+            unit = partial(torch.rand, generator=self.generator, dtype=torch.float64)
+            radius = self.ball.radius
+            return {n: radius * (unit(p.shape) * 2 - 1).to(p.device) for n, p in like.items()}
         scale = self.ball.radius / size**0.5
         return {name: scale * z for name, z in gaussian(like, self.generator).items()}
 

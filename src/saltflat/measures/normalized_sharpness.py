@@ -78,18 +78,14 @@ class NormalizedSharpness(Measure):
         factor = sqrt(0.5 / self.lam)
         if not diagonal.exact(layer.parameter for layer in context.layers):
             return self._bounded(context, diagonal, factor)
-        by_layer = dict[str, float]()
-        gap, negative, size = 0.0, 0.0, 0.0
-        unattained = []
-        for layer in context.layers:
-            h = diagonal.values[layer.parameter]
-            balanced = balance_layer(layer, h, magnitudes.get(layer.parameter))
-            by_layer[layer.name] = factor * balanced.value
-            gap += factor * balanced.gap
-            negative, size = negative + balanced.negative, size + balanced.size
-            if not balanced.attained:
-                unattained.append(layer.name)
-        clipped = negative / size if size > 0 else 0.0
+        balanced = {
+            x.name: balance_layer(x, diagonal.values[x.parameter], magnitudes.get(x.parameter))
+            for x in context.layers
+        }
+        by_layer = {name: factor * each.value for name, each in balanced.items()}
+        unattained = [name for name, each in balanced.items() if not each.attained]
+        size = sum(each.size for each in balanced.values())
+        clipped = sum(each.negative for each in balanced.values()) / size if size > 0 else 0.0
         notes = []
         if clipped > 0:
             notes.append(f"{clipped:.2%} of |h| is negative and counts as zero")
@@ -98,7 +94,7 @@ class NormalizedSharpness(Measure):
         return self.measurement(
             value=sum(by_layer.values()),
             exact=True,
-            gap=gap,
+            gap=factor * sum(each.gap for each in balanced.values()),
             by_layer=by_layer,
             details={"clipped": clipped},
             notes=tuple(notes),
