@@ -56,22 +56,21 @@ def check_derivative(
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if not gradients:
         return
-    own = next(iter(gradients.values())).dtype
-    if _same_here(risk, batch, cotangent, gradients, _FINE if own == torch.float64 else _QUICK):
+    single = next(iter(gradients.values())).dtype != torch.float64
+    question = _Question(risk, batch, cotangent, _QUICK if single else _FINE)
+    if question.agrees_here(gradients):
         return
     try:
-        wide, samples = _widened(risk, batch)
-        if own != torch.float64 and _same_here(wide, samples, cotangent, gradients, _FINE):
+        wide = question.widened()
+        if single and wide.agrees_here(gradients):
             return
-        _move(wide)
-        blamed = _disagreeing(
-            wide, samples, cotangent.to(wide.device, torch.float64), _FINE, gradients
-        )
+        _move(wide.risk)
+        blamed = wide.disagreeing(gradients)
     except RuntimeError as error:
         if out_of_memory(error):
             raise
         # It cannot be run in float64: it casts to a type of few digits, perhaps.
-        blamed = _disagreeing(risk, batch, cotangent, _COARSE, gradients)
+        blamed = replace(question, how=_COARSE).disagreeing(gradients)
     # A model that changes from pass to pass is refused, by name, when it is given back.
     if blamed and _steady(risk, batch):
         raise ModelError(
@@ -81,26 +80,6 @@ def check_derivative(
             "quantisation), reversed gradients and hooks that change gradients; measure the model "
             "without them, or leave these parameters out with parameters=[…]."
         )
-
-
-def _same_here(
-    risk: Risk,
-    batch: Batch,
-    cotangent: Tensor,
-    gradients: Mapping[str, Tensor],
-    how: _Comparison,
-) -> bool:
-    """Whether the slope along some rows of every parameter is what these gradients say."""
-    own = {name: p.data for name, p in risk.parameters.items() if name in gradients}
-    rows = {name: _some(data) for name, data in own.items()}
-    parts = {name: _some(g).to(rows[name]) for name, g in gradients.items()}
-    try:
-        return all(
-            how.same(slope, _slope(risk, batch, cotangent, rows, way, how.steps[0]), noise)
-            for way, slope, noise in _groups(rows, parts)
-        )
-    finally:
-        _bind(risk.parameters, own)
 
 
 def _groups(
@@ -338,58 +317,11 @@ def _shifted(
         _bind(parameters, own)
 
 
-def _slope(
-    risk: Risk,
-    batch: Batch,
-    cotangent: Tensor,
-    moved: Mapping[str, Tensor],
-    direction: Mapping[str, Tensor],
-    step: float,
-) -> float:
-    """The central difference of ⟨cotangent, outputs⟩ along a direction of `moved`."""
-    ends = []
-    for signed in (step, -step):
-        with _shifted(moved, direction, signed), Safe():
-            outputs = risk.forward(batch).detach()
-        ends.append(float((outputs.double() * cotangent.double()).sum()))
-    return (ends[0] - ends[1]) / (2 * step)
-
-
 def _steady(risk: Risk, batch: Batch) -> bool:
     """Whether the model gives the same outputs again and again."""
     first, *_, last = (risk.forward(batch).detach() for _ in range(4))
     size = torch.finfo(first.dtype).eps * first.abs().max()
     return bool((first - last).abs().max() <= 4 * size)
-
-
-def _widened(risk: Risk, batch: Batch) -> tuple[Risk, Batch]:
-    """The model in float64.
-
-    Its own tensors stay as they are: another dtype would cut them off from graphs of the user's.
-    """
-    device = torch.device("cpu") if risk.device.type == "mps" else risk.device  # no float64 there
-
-    def wide(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().to(device, torch.float64 if leaf.is_floating_point() else None)
-
-    model = risk.model
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {name: wide(tensor) for name, tensor in state.items()}
-    for name, own in risk.parameters.items():
-        if state[name].data_ptr() == own.data_ptr():  # it is in float64 already
-            state[name] = state[name].clone()
-        state[name].requires_grad_()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(model, state, args, kwargs)
-
-    replica = copy.copy(risk)
-    replica.model = call  # type: ignore[assignment]
-    replica.device, replica.dtype = device, torch.float64
-    replica.parameters = {name: state[name] for name in risk.parameters}  # type: ignore[misc]
-    return replica, replace(batch, inputs=tree_map(wide, batch.inputs))
 
 
 def _move(risk: Risk) -> None:
@@ -398,63 +330,114 @@ def _move(risk: Risk) -> None:
         p.data.add_(_noise(p, 1000 + k), alpha=1e-3)
 
 
-def _disagreeing(
-    risk: Risk, batch: Batch, cotangent: Tensor, how: _Comparison, names: Collection[str]
-) -> dict[str, tuple[float, float]]:
-    """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
-    with Safe():
-        outputs = risk.forward(batch)
-    moved = [p for n, p in risk.parameters.items() if n in names]
-    slopes = torch.autograd.grad(outputs, moved, cotangent, materialize_grads=True)
-    gradients = dict(zip([n for n in risk.parameters if n in names], slopes, strict=True))
-    size = float((outputs.detach() * cotangent).abs().double().sum())
-    asked = _Question(risk, batch, cotangent, how, size)
-    if asked.all_agree(gradients):
-        return {}
-    written = _written(risk, batch)
-    gradients = {n: g for n, g in gradients.items() if n not in written}
-    if not gradients or (written and asked.all_agree(gradients)):
-        return {}
-    blamed = {}
-    noise = 1e-6 * max(abs(slope) for _, slope, _ in _groups(risk.parameters, gradients))
-    for name, gradient in gradients.items():
-        if not asked.agrees({name: gradient}, noise):
-            direction = _along(risk.parameters, {name: gradient})
-            slope = asked.slope(direction, how.steps[0])
-            blamed[name] = slope, _dot({name: gradient}, direction)
-    return blamed or {"all parameters together": (float("nan"), float("nan"))}
-
-
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Whether slopes of ⟨cotangent, outputs⟩, of this size, are what gradients say."""
+    """Whether slopes of ⟨cotangent, outputs⟩ in the parameters are what gradients say."""
 
     risk: Risk
     batch: Batch
     cotangent: Tensor
     how: _Comparison
-    size: float
 
-    def all_agree(self, gradients: Mapping[str, Tensor]) -> bool:
-        """For all parameters, in groups of like weight."""
-        return all(
-            self.agrees({n: gradients[n] for n in way}, noise)
-            for way, _, noise in _groups(self.risk.parameters, gradients)
-        )
+    def slope(
+        self, moved: Mapping[str, Tensor], direction: Mapping[str, Tensor], step: float
+    ) -> float:
+        """The central difference along a direction of `moved`."""
+        ends = []
+        for signed in (step, -step):
+            with _shifted(moved, direction, signed), Safe():
+                outputs = self.risk.forward(self.batch).detach()
+            ends.append(float((outputs.double() * self.cotangent.double()).sum()))
+        return (ends[0] - ends[1]) / (2 * step)
 
-    def agrees(self, gradients: Mapping[str, Tensor], noise: float) -> bool:
+    def agrees_here(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Along some rows of every parameter, by the first step."""
+        own = {name: p.data for name, p in self.risk.parameters.items() if name in gradients}
+        rows = {name: _some(data) for name, data in own.items()}
+        parts = {name: _some(g).to(rows[name]) for name, g in gradients.items()}
+        try:
+            return all(
+                self.how.same(slope, self.slope(rows, way, self.how.steps[0]), noise)
+                for way, slope, noise in _groups(rows, parts)
+            )
+        finally:
+            _bind(self.risk.parameters, own)
+
+    def agrees(self, gradients: Mapping[str, Tensor], noise: float, rounding: float) -> bool:
         """For some parameters together, at one of the steps."""
         direction = _along(self.risk.parameters, gradients)
-        slope = _dot(gradients, direction)
-        rounding = 64 * float(torch.finfo(self.cotangent.dtype).eps) * self.size
+        said = _dot(gradients, direction)
         return any(
-            self.how.same(slope, self.slope(direction, step), noise + rounding / step)
+            self.how.same(
+                said, self.slope(self.risk.parameters, direction, step), noise + rounding / step
+            )
             for step in self.how.steps
         )
 
-    def slope(self, direction: Mapping[str, Tensor], step: float) -> float:
+    def disagreeing(self, names: Collection[str]) -> dict[str, tuple[float, float]]:
+        """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
         parameters = self.risk.parameters
-        return _slope(self.risk, self.batch, self.cotangent, parameters, direction, step)
+        with Safe():
+            outputs = self.risk.forward(self.batch)
+        moved = {n: p for n, p in parameters.items() if n in names}
+        slopes = torch.autograd.grad(
+            outputs, list(moved.values()), self.cotangent, materialize_grads=True
+        )
+        gradients = dict(zip(moved, slopes, strict=True))
+        size = float((outputs.detach() * self.cotangent).abs().double().sum())
+        rounding = 64 * float(torch.finfo(self.cotangent.dtype).eps) * size
+
+        def all_agree() -> bool:
+            return all(
+                self.agrees({n: gradients[n] for n in way}, noise, rounding)
+                for way, _, noise in _groups(parameters, gradients)
+            )
+
+        if all_agree():
+            return {}
+        written = _written(self.risk, self.batch)
+        gradients = {n: g for n, g in gradients.items() if n not in written}
+        if not gradients or (written and all_agree()):
+            return {}
+        blamed = {}
+        noise = 1e-6 * max(abs(slope) for _, slope, _ in _groups(parameters, gradients))
+        for name, gradient in gradients.items():
+            if not self.agrees({name: gradient}, noise, rounding):
+                direction = _along(parameters, {name: gradient})
+                slope = self.slope(parameters, direction, self.how.steps[0])
+                blamed[name] = slope, _dot({name: gradient}, direction)
+        return blamed or {"all parameters together": (float("nan"), float("nan"))}
+
+    def widened(self) -> _Question:
+        """The same in float64.
+
+        The model's own tensors stay as they are: another dtype would cut them off from graphs of
+        the user's.
+        """
+        risk, model = copy.copy(self.risk), self.risk.model
+        if risk.device.type == "mps":
+            risk.device = torch.device("cpu")  # there is no float64
+
+        def wide(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            dtype = torch.float64 if leaf.is_floating_point() else None
+            return leaf.detach().to(risk.device, dtype)
+
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = {name: wide(tensor) for name, tensor in state.items()}
+        for name, own in risk.parameters.items():
+            if state[name].data_ptr() == own.data_ptr():  # it is in float64 already
+                state[name] = state[name].clone()
+            state[name].requires_grad_()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(model, state, args, kwargs)
+
+        risk.model, risk.dtype = call, torch.float64  # type: ignore[assignment]
+        risk.parameters = {name: state[name] for name in risk.parameters}  # type: ignore[misc]
+        batch = replace(self.batch, inputs=tree_map(wide, self.batch.inputs))
+        return _Question(risk, batch, wide(self.cotangent), _FINE)
 
 
 def _written(risk: Risk, batch: Batch) -> set[str]:
