@@ -16,13 +16,11 @@ from typing import TypeVar, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from saltflat.curvature import spectrum
 from saltflat.curvature.contractions import Weight
 from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
-    Draw,
     Draws,
     Hutchinson,
     Quantity,
@@ -36,6 +34,7 @@ from saltflat.curvature.plan import (
     Refutation,
     Settings,
     Signature,
+    leaf_shapes,
     plan_for,
 )
 from saltflat.curvature.products import MatrixName, Products
@@ -158,8 +157,11 @@ class Curvature:
 
     def _weaken(self, plan: Plan, refutation: Refutation) -> Plan:
         """The plan, or the loss, after a chunk showed that it is not what it seemed."""
-        if refutation.plan is not None:
-            return _weaker(plan, refutation.plan)
+        if (other := refutation.plan) is not None:
+            curved = {**other.curved, **plan.curved}
+            probed = {n for n in plan.probed & curved.keys() if other.allows(n)}
+            coupled = plan.coupled or other.coupled
+            return replace(plan, coupled=coupled, curved=curved, probed=frozenset(probed))
         assert isinstance(self.loss, CustomLoss)
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
@@ -365,10 +367,10 @@ class _Search:
             self.findings.samples = 0
         return refutation
 
-    def _pass(self, requests: Requests, draw: Draw | None = None) -> Pass:
+    def _pass(self, requests: Requests, seed: int | None = None) -> Pass:
         loss = self.whole.loss
         assert isinstance(loss, Loss)
-        return Pass(self.risk, loss, requests, self.settings, self.weights, self.hessian, draw)
+        return Pass(self.risk, loss, requests, self.settings, self.weights, self.hessian, seed)
 
     def _sweep(self, requests: Requests, stream: Iterable[Batch]) -> Refutation | None:
         sweep = self._pass(requests)
@@ -405,7 +407,7 @@ class _Search:
     def _sketch(self, requests: Requests, count: int) -> Refutation | None:
         draws: dict[Kind, Draws] = {}
         for k in range(self.estimator.probes):
-            sweep = self._pass(requests, Draw(self.estimator.seed * 1_000_003 + k))
+            sweep = self._pass(requests, self.estimator.seed * 1_000_003 + k)
             sums = sweep.run(self.risk.batches(), self.plan)
             if isinstance(sums, Refutation):
                 return sums
@@ -504,15 +506,6 @@ def _by_kind(values: Mapping[tuple[Kind, str], Tensor]) -> dict[Kind, dict[str, 
     return kinds
 
 
-def _weaker(a: Plan, b: Plan) -> Plan:
-    """What both plans allow."""
-    curved = {**b.curved, **a.curved}
-    seeming = {n for n in curved if a.allows(n) and b.allows(n)}
-    return replace(
-        a, coupled=a.coupled or b.coupled, curved=curved, probed=frozenset(seeming & a.probed)
-    )
-
-
 def _classified(risk: Risk, outputs: Tensor, few: Batch) -> CustomLoss | JointLoss:
     """A user's loss as a mean or a sum over samples, or as one that only all have together."""
     assert not isinstance(risk.loss, Loss | JointLoss)
@@ -556,9 +549,7 @@ def _gather(risk: Risk, first: Batch, wanted: int) -> Batch:
     """Some samples, from several batches where one has too few."""
     gathered = [first.part(0, wanted)]
     if first.size < wanted:
-        shapes = [t.shape[1:] for t in tree_leaves(first.inputs) if isinstance(t, Tensor)]
         for batch in islice(risk.batches(), 1, wanted):
-            inputs = [t for t in tree_leaves(batch.inputs) if isinstance(t, Tensor)]
-            if [t.shape[1:] for t in inputs] == shapes and alike([first, batch]):
+            if leaf_shapes(batch) == leaf_shapes(first) and alike([first, batch]):
                 gathered.append(batch.part(0, wanted))
     return join(gathered).part(0, wanted)

@@ -207,19 +207,15 @@ class Draws:
         pairs = self.count * (self.count - 1)
         totals = torch.tensor(self.totals, dtype=torch.float64)
         sizes = group_sizes(self.count, self.groups or self.count)
+        each = torch.tensor(sizes)
         return Quantity(
             self.mean,
-            {name: _divided(sums, sizes) for name, sums in self.sums.items()},
+            {n: s / each.reshape(-1, *[1] * (s.ndim - 1)).to(s) for n, s in self.sums.items()},
             sizes,
             {name: (s / pairs).sqrt() for name, s in self.spread.items()},
             total_stderr=float(totals.std() / sqrt(self.count)),
             total_degrees=degrees_of_freedom(self.count),
         )
-
-
-def _divided(sums: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The means of groups."""
-    return sums / sums.new_tensor(sizes).reshape(-1, *[1] * (sums.ndim - 1))
 
 
 def mixed(*parts: int) -> int:
@@ -293,19 +289,16 @@ class Hutchinson:
         return {kind: Quantity(values[kind]) for kind in kinds}
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One random sketch of the directions, the same whatever the chunks are."""
+def sketch_noise(seed: int, like: Tensor, batch: int, first: int) -> Tensor:
+    """Noise for every output of the samples from `first` of a batch on, each its own.
 
-    seed: int
-
-    def noise(self, like: Tensor, batch: int, first: int) -> Tensor:
-        """Noise for every output of the samples from `first` of a batch on, each its own."""
-        rows = []
-        for i in range(len(like)):
-            generator = torch.Generator().manual_seed(mixed(self.seed, batch, first + i))
-            rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
-        return torch.stack(rows).to(like)
+    So a sketch of the directions is the same whatever the chunks are.
+    """
+    rows = []
+    for i in range(len(like)):
+        generator = torch.Generator().manual_seed(mixed(seed, batch, first + i))
+        rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
+    return torch.stack(rows).to(like)
 
 
 def estimate_form(

@@ -60,7 +60,7 @@ class SoftmaxFactor(Factor):
 
     def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
         logits, _ = loss.class_last(outputs, targets)
-        self.like, self.shape, self.dim = outputs, logits.shape, loss.dim(outputs, targets)
+        self.shape, self.dim = logits.shape, loss.dim(outputs, targets)
         n, self.classes = len(outputs), logits.shape[-1]
         # Samples last, (positions, K, n): what runs over classes is then done for all of them.
         flat = logits.double().reshape(n, -1, self.classes).permute(1, 2, 0).contiguous()
@@ -73,10 +73,8 @@ class SoftmaxFactor(Factor):
         # Entries below c are p_j · below_c ≤ 1 though below_c alone may be beyond float32's range;
         # there p_j is 0 in float32, so a bound on below_c changes nothing.
         self.p, self.at = self.p.to(outputs.dtype), at.to(outputs.dtype)
-        self.below = below.clamp(max=1e30).to(outputs.dtype) if self._narrow() else below
-
-    def _narrow(self) -> bool:
-        return self.like.dtype != torch.float64
+        narrow = outputs.dtype != torch.float64
+        self.below = below.clamp(max=1e30).to(outputs.dtype) if narrow else below
 
     @staticmethod
     def _columns(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +124,6 @@ class DiagonalFactor(Factor):
     """B is diagonal (squared error, binary cross-entropy): one direction an output element."""
 
     def __init__(self, diagonal: Tensor, like: Tensor) -> None:
-        self.like = like
         self.negative = bool((diagonal < 0).any())
         self.sign = torch.where(diagonal < 0, -1.0, 1.0).reshape(len(like), -1).to(like)
         self.root = diagonal.abs().sqrt().to(like.dtype)

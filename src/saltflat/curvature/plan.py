@@ -164,7 +164,7 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
 
     It is kept for the call: what holds from batch to batch is looked at on every chunk.
     """
-    key = batch.size > 1, _leaf_shapes(batch), certify
+    key = batch.size > 1, leaf_shapes(batch), certify
     if key in risk.plans:
         plan: Plan = risk.plans[key]
         return plan
@@ -200,7 +200,7 @@ def _final(error: Exception) -> bool:
     return ours or out_of_memory(error)
 
 
-def _leaf_shapes(batch: Batch) -> Hashable:
+def leaf_shapes(batch: Batch) -> Hashable:
     return tuple(
         (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
         for t in tree_leaves(batch.inputs)
@@ -214,7 +214,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             outputs = risk.forward(batch)
         risk.check(outputs, batch)
         uses = recorder.uses
-        is_coupled = _coupled_by_no_chance(risk, batch, outputs)
+        is_coupled = _coupled_not_random(risk, batch, outputs)
         proof = proof_of(risk, batch, outputs)
         names = list(risk.parameters)
         check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
@@ -394,7 +394,7 @@ class Company:
         self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
 
     def is_indifferent(self, chunk: Batch, outputs: Tensor) -> bool:
-        key = _leaf_shapes(chunk)
+        key = leaf_shapes(chunk)
         ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
         rows = [outputs[:2].detach()] + [outputs[-2:].detach()] * (chunk.size > 3)
         if key not in self._known:
@@ -465,7 +465,7 @@ def _bears_channels_last(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
     return images and _gives(risk, channels_last(batch), outputs)
 
 
-def _coupled_by_no_chance(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
+def _coupled_not_random(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
     """Whether samples of a batch depend on each other; an error if they depend on chance."""
     apart = not coupled(risk, batch, outputs)
     compared = outputs.numel() if apart and batch.size > 1 else 0

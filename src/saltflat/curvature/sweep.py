@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
-from saltflat.curvature.estimators import Draw, reduce_entries
+from saltflat.curvature.estimators import reduce_entries, sketch_noise
 from saltflat.curvature.loss_hessian import Additivity, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
@@ -202,7 +202,7 @@ class Pass:
     settings: Settings
     weights: Mapping[str, Weight]
     must_be_linear: bool
-    draw: Draw | None = None
+    seed: int | None = None  # of a random sketch of the directions
     samples: int = 0  # that were swept over
     counted: int = 0  # samples that the loss does not ignore
     normaliser: float = 0.0
@@ -330,20 +330,6 @@ class Pass:
     def _wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
 
-    def _gradient(self, outputs: Tensor, chunk: Batch) -> Directions:
-        """The loss's own gradient, as one direction."""
-        at = outputs.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.loss.total(at, chunk.targets), at)
-        return FISHER, gradient.unsqueeze(0), None
-
-    def _plan(
-        self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use], proof: Proof
-    ) -> Plan:
-        """The plan that holds for this chunk: found anew where the given one does not."""
-        if not plan.serves(uses, chunk.size) or proof.reached - plan.reached:
-            return examine(self.risk, chunk, self.settings.certify)
-        return self._checked(plan, chunk, outputs, uses, proof)
-
     def _refutation(
         self, plan: Plan, chunk: Batch, outputs: Tensor, proof: Proof
     ) -> Refutation | None:
@@ -356,20 +342,23 @@ class Pass:
             return Refutation(replace(plan, coupled=True))
         if self._additivity is not None and not self._additivity.holds(outputs, chunk):
             return Refutation(joint=True)
-        if wanted and self.draw is None:
+        if wanted and self.seed is None:
             count = direction_count(self.loss, outputs, chunk.targets)
             if count > self.settings.max_directions:
                 return Refutation(directions=count)
         return None
 
-    def _checked(
+    def _plan(
         self, plan: Plan, chunk: Batch, outputs: Tensor, uses: Sequence[Use], proof: Proof
     ) -> Plan:
-        """The rules compared with autograd again, where this chunk could tell otherwise.
+        """The plan that holds for this chunk: made anew where the given one does not.
 
-        That is where its graph is not the one in which they were compared, where an operation may
-        move rows from sample to sample, or where one takes a parameter and was not recorded.
+        The rules are compared with autograd again where this chunk could tell otherwise: where its
+        graph is not the one in which they were compared, where an operation may move rows from
+        sample to sample, or where one takes a parameter and was not recorded.
         """
+        if not plan.serves(uses, chunk.size) or proof.reached - plan.reached:
+            return examine(self.risk, chunk, self.settings.certify)
         live = live_uses(uses, plan, frozenset(self.requests))
         alone = chunk.size == 1  # no rows to move
         in_place = alone or all(
@@ -402,12 +391,14 @@ class Pass:
     ) -> Iterator[Directions]:
         """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
         if self._wants(FISHER):
-            yield self._gradient(outputs, chunk)
+            at = outputs.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.loss.total(at, chunk.targets), at)
+            yield FISHER, gradient.unsqueeze(0), None
         if not self._wants(CURVATURE):
             return
-        sides = factor(self.loss, outputs, chunk, sketched=self.draw is not None)
-        if self.draw is not None:
-            yield CURVATURE, *sides.sketch(self.draw.noise(outputs.detach(), index, first))
+        sides = factor(self.loss, outputs, chunk, sketched=self.seed is not None)
+        if self.seed is not None:
+            yield CURVATURE, *sides.sketch(sketch_noise(self.seed, outputs.detach(), index, first))
             return
         width = outputs.element_size() * len(outputs)
         share = self._budget() // 2

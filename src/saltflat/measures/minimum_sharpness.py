@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
-from torch import Tensor
 
-from saltflat.curvature import Layer, Quantity, mean_error
+from saltflat.curvature import Quantity, mean_error
 from saltflat.errors import NegativeCurvature, NotApplicable, listed
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need
@@ -163,14 +162,9 @@ def notes(least: Least) -> tuple[str, ...]:
 
 def _on_sphere(context: Context, least: Least) -> float:
     """Σ_o ‖w_o‖² Tr H_{w_o} over the output units of the weights that vanish."""
-    diagonal = context.quantity("diagonal")
-    total = 0.0
+    total, values = 0.0, context.quantity("diagonal").values
     for layer in context.layers:
         if layer.parameter in least.vanishing:
-            total += _sphere(layer, diagonal.values[layer.parameter])
+            norms = layer.matrix.rows(layer.weight.to("cpu", torch.float64).square())
+            total += float((norms * layer.matrix.rows(values[layer.parameter])).sum())
     return total
-
-
-def _sphere(layer: Layer, diagonal: Tensor) -> float:
-    norms = layer.matrix.rows(layer.weight.to(diagonal.device, torch.float64).square())
-    return float((norms * layer.matrix.rows(diagonal)).sum())
