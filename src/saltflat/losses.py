@@ -434,13 +434,15 @@ def leaves(value: Tensor) -> Iterator[Tensor]:
             yield variable
 
 
+def reached_from(value: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
+    """The parameters that a value was computed from."""
+    reached = {id(leaf) for leaf in leaves(value)}
+    return [name for name, p in parameters.items() if id(p) in reached]
+
+
 def refuse_parameters(loss: str, value: Tensor, measured: Mapping[str, Tensor]) -> None:
     """Refuse the loss if its value depends on measured parameters, other than by the outputs."""
-    if not value.requires_grad:
-        return
-    reached = {id(leaf) for leaf in leaves(value)}
-    names = [name for name, p in measured.items() if id(p) in reached]
-    if names:
+    if names := reached_from(value, measured):
         raise LossError(
             f"The loss {loss} depends on parameters of the model beside its outputs: "
             f"{listed(names)}. Measured is the loss as a function of outputs and targets. Drop "

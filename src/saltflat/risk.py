@@ -28,7 +28,7 @@ from saltflat.losses import (
     JointLoss,
     Loss,
     LossLike,
-    leaves,
+    reached_from,
     refuse_parameters,
     resolve,
     scalar,
@@ -456,8 +456,7 @@ class Risk:
 
     def _constant(self, leaf: Tensor, what: str) -> Tensor:
         """The tensor without its graph, which must not come from the measured parameters."""
-        reached = {id(t) for t in leaves(leaf)}
-        if names := [name for name, p in self.parameters.items() if id(p) in reached]:
+        if names := reached_from(leaf, self.parameters):
             raise DataError(
                 f"The {what} are computed from parameters that are measured: {listed(names)}. "
                 "Data are constants: compute them under torch.no_grad(), or inside the model."

@@ -38,12 +38,11 @@ class PerSample:
             size = max(1, _ENTRIES // max(1, self.entries * len(columns))) if self.together else 1
             part = batch.part(start, start + size)
             rows = slice(start, start + part.size)
-            gradients = self._checked(part, columns[:, rows]) if self.together else None
+            take = self._checked if self.together else self._alone
+            gradients = take(part, columns[:, rows])
             if gradients is None:
                 self.together = False
-                part = batch.part(start, start + 1)
-                rows = slice(start, start + 1)
-                gradients = self._alone(part, columns[:, rows])
+                continue
             yield rows, gradients
             start += part.size
 
