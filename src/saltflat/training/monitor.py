@@ -28,7 +28,7 @@ from saltflat.errors import (
     nearest,
 )
 from saltflat.losses import LossLike
-from saltflat.measure import Lenient, chosen_measures, measure
+from saltflat.measure import chosen_measures, measure
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack
@@ -166,7 +166,7 @@ class Monitor:
         self.every = _positive("every", 1 if every is None and steps is None else every)
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
-        self._measures = Lenient(chosen_measures(measures))
+        self._measures = chosen_measures(measures)
         known = inspect.signature(measure).parameters
         for name in options:
             if name not in known:
@@ -174,7 +174,8 @@ class Monitor:
         chosen = options.get("parameters", "trainable")
         risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
-        self._options = {**options, "loss": loss, "output": output, "progress": False}
+        own = {"loss": loss, "output": output, "measures": self._measures}
+        self._options = {**options, **own, "on_error": "skip", "progress": False}
         self.path = None if path is None else Path(path)
         names = [each.name for each in self._measures]
         self.history: list[Record] = [] if self.path is None else continued(self.path, names)
@@ -201,7 +202,7 @@ class Monitor:
         values: dict[str, Measurement] = {}
         try:
             with _unheard():
-                report = measure(self._model, self._data, measures=self._measures, **self._options)
+                report = measure(self._model, self._data, **self._options)
         except SaltflatError as error:
             if not self._measured:
                 raise
