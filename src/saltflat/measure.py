@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from time import perf_counter
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
-from saltflat.checks import check_choice, check_seed
+from saltflat.checks import check_choice, check_options, check_seed
 from saltflat.curvature import (
     CURVATURE,
     FISHER,
@@ -135,6 +136,8 @@ def compare(
             "compare needs a mapping from names to models, e.g. {'sgd': a, 'sam': b}. "
             f"Got {type(models).__name__}."
         )
+    every = signature(measure).parameters.values()
+    check_options("compare", options, [p.name for p in every if p.kind is p.KEYWORD_ONLY])
     own = isinstance(data, Mapping) and set(data) == set(models)
     reports = {}
     for name, model in models.items():

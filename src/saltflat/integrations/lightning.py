@@ -38,12 +38,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidValue, MissingDependency
+from saltflat.integrations.monitoring import MonitorCallback
 from saltflat.measures import Measure
 from saltflat.session import RandomState
 from saltflat.training import (
     CHEAP,
     BNSharpnessSGD,
-    Monitor,
     PerturbedOptimizer,
     Record,
     random_states,
@@ -61,7 +61,7 @@ _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 @final
-class SharpnessCallback(Callback):
+class SharpnessCallback(MonitorCallback, Callback):
     """Measures during training, and logs to the trainer's loggers as `saltflat/<measure>`.
 
     Parameters
@@ -85,25 +85,16 @@ class SharpnessCallback(Callback):
         data: Any,
         measures: Iterable[str | Measure] = CHEAP,
         *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
         module: str | Callable[[LightningModule], nn.Module] | None = None,
         **options: Any,
     ) -> None:
-        self._data, self._measures, self._module = data, tuple(measures), module
-        self._options = {**options, "every": every_n_epochs, "steps": every_n_steps}
-        self.monitor: Monitor | None = None
-
-    @property
-    def history(self) -> list[Record]:
-        """The records of the monitor."""
-        return [] if self.monitor is None else self.monitor.history
+        super().__init__(data, measures, **options)
+        self._module = module
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_optimizers(trainer, pl_module)
         if trainer.is_global_zero:
-            model = self._measured(pl_module)
-            self.monitor = Monitor(model, self._data, measures=self._measures, **self._options)
+            self._start(self._measured(pl_module))
         self._step = trainer.global_step
 
     def on_train_batch_end(
@@ -119,8 +110,7 @@ class SharpnessCallback(Callback):
             self._log(trainer, pl_module, record)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
+        self._stop()
 
     def _measured(self, pl_module: LightningModule) -> nn.Module:
         if self._module is None:

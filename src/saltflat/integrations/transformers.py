@@ -15,7 +15,7 @@ For a trainer class of your own: `class MyTrainer(SharpnessTrainerMixin, ThatTra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
-from saltflat.measures import Measure
-from saltflat.training import CHEAP, FAM, Monitor, PerturbedOptimizer, Record
+from saltflat.integrations.monitoring import MonitorCallback
+from saltflat.training import FAM, PerturbedOptimizer, Record
 
 try:
     # The submodules: the package itself makes up names whose own imports fail.
@@ -40,7 +40,7 @@ except ImportError as error:
 
 
 @final
-class SharpnessTrainerCallback(TrainerCallback):
+class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
     """Measures during training, and logs as `saltflat/<measure>`.
 
     Parameters
@@ -56,24 +56,7 @@ class SharpnessTrainerCallback(TrainerCallback):
     as `saltflat/skipped`. On several ranks the first one measures.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        measures: Iterable[str | Measure] = CHEAP,
-        *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        self._data, self._measures = data, tuple(measures)
-        self._options = {**options, "every": every_n_epochs, "steps": every_n_steps}
-        self._trainer: Any = None
-        self.monitor: Monitor | None = None
-
-    @property
-    def history(self) -> list[Record]:
-        """The records of the monitor."""
-        return [] if self.monitor is None else self.monitor.history
+    _trainer: Any = None
 
     def attach(self, trainer: Any) -> None:
         """Log through this trainer."""
@@ -81,9 +64,7 @@ class SharpnessTrainerCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.monitor = Monitor(
-                kwargs["model"], self._data, measures=self._measures, **self._options
-            )
+            self._start(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.monitor is not None:
@@ -95,8 +76,7 @@ class SharpnessTrainerCallback(TrainerCallback):
             self._log(state, control, record)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
+        self._stop()
 
     def _log(self, state: Any, control: Any, record: Record | None) -> None:
         if record is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -10,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, final
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map_only
 
-from saltflat.checks import check_number
+from saltflat.checks import check_number, check_options
 from saltflat.errors import (
     DataError,
     InvalidType,
     InvalidValue,
     MissingDependency,
     SaltflatError,
-    nearest,
 )
 from saltflat.losses import LossLike
 from saltflat.measure import chosen_measures, measure
@@ -136,7 +135,7 @@ class Monitor:
     tensorboard : a folder, or a SummaryWriter. The horizontal axis is the step, or the epoch where
         no step was counted.
     samples : how many of the data to keep at most; all by default.
-    options : further arguments of `saltflat.measure`.
+    options : further arguments of `saltflat.measure`, but for `on_error` and `progress`.
 
     The model is left as found: weights, gradients, mode and random generators. Call it where the
     weights are those of training, that is not between `perturb()` and `step()` of an optimizer.
@@ -167,10 +166,7 @@ class Monitor:
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
         self._measures = chosen_measures(measures)
-        known = inspect.signature(measure).parameters
-        for name in options:
-            if name not in known:
-                raise InvalidValue(f"Monitor has no option {name!r}. {nearest(name, known)}")
+        check_options("Monitor", options, monitor_options())
         chosen = options.get("parameters", "trainable")
         risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
@@ -255,6 +251,13 @@ class Monitor:
                 self._writer.add_scalar(f"saltflat/{name}", value, self._step or self._epoch)
             self._writer.flush()
         return record
+
+
+def monitor_options() -> list[str]:
+    """The names of a Monitor's arguments behind its data, those of `measure` among them."""
+    names = [*signature(Monitor).parameters, *signature(measure).parameters]
+    decided = ("model", "data", "options", "on_error", "progress")
+    return [name for name in dict.fromkeys(names) if name not in decided]
 
 
 @contextmanager
