@@ -8,6 +8,7 @@ from saltflat.curvature.estimators import (
     Quantity,
     degrees_of_freedom,
     mean_error,
+    mixed,
 )
 from saltflat.curvature.loss_hessian import Additivity, NotAdditive, classify, derivatives_explained
 from saltflat.curvature.plan import Certify, Company, Settings
@@ -39,6 +40,7 @@ __all__ = [
     "diagonal",
     "max_eigenvalue",
     "mean_error",
+    "mixed",
     "piecewise_linear",
     "trace",
 ]

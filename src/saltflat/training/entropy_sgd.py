@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from saltflat.checks import check_integer, check_number
+from saltflat.curvature import mixed
 from saltflat.errors import InvalidValue
 from saltflat.training.perturbing import FrozenStatistics
 from saltflat.vectors import copies, put
@@ -174,8 +175,7 @@ class EntropySGD(Optimizer):
     ) -> Tensor:
         if p.device not in generators:
             count = group["round"] * self.steps + group["inner"]
-            # 32 bits: torch's CPU generator drops the others. The factor keeps seeds far apart.
-            seed = (group["seed"] * 0x9E3779B1 + count) % 2**32
+            seed = mixed(group["seed"], count)
             generators[p.device] = torch.Generator(p.device).manual_seed(seed)
         return torch.randn(p.shape, generator=generators[p.device], dtype=p.dtype, device=p.device)
 

@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from saltflat.curvature import Hutchinson
+from saltflat.curvature import Hutchinson, mixed
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import LossLike, resolve
 from saltflat.risk import Output, logits, unwrap
@@ -147,7 +147,7 @@ class FAM:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         seed = 0 if self._choices.estimator is None else self._choices.estimator.seed
-        return torch.Generator(device).manual_seed(hash((seed, self._calls)) % 2**63)
+        return torch.Generator(device).manual_seed(mixed(seed, self._calls))
 
     def _single_calls(self, forward: Forward, outputs: Any) -> dict[str, tuple[Layer, Call]]:
         """The one call of every layer, checked."""
