@@ -38,12 +38,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidValue, MissingDependency
-from saltflat.integrations.monitoring import MonitorCallback
 from saltflat.measures import Measure
 from saltflat.session import RandomState
 from saltflat.training import (
     CHEAP,
     BNSharpnessSGD,
+    MonitorCallback,
     PerturbedOptimizer,
     Record,
     random_states,

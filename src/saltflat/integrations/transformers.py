@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
-from saltflat.integrations.monitoring import MonitorCallback
-from saltflat.training import FAM, PerturbedOptimizer, Record
+from saltflat.training import FAM, MonitorCallback, PerturbedOptimizer, Record
 
 try:
     # The submodules: the package itself makes up names whose own imports fail.

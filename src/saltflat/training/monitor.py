@@ -166,7 +166,7 @@ class Monitor:
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
         self._measures = chosen_measures(measures)
-        check_options("Monitor", options, monitor_options())
+        check_options("Monitor", options, _options())
         chosen = options.get("parameters", "trainable")
         risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
@@ -253,7 +253,40 @@ class Monitor:
         return record
 
 
-def monitor_options() -> list[str]:
+class MonitorCallback:
+    """What the callbacks of all frameworks share: a `Monitor` that is made when training starts."""
+
+    def __init__(
+        self,
+        data: Any,
+        measures: Iterable[str | Measure] = CHEAP,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        own = {"every_n_epochs": "every", "every_n_steps": "steps"}
+        known = [*own, *(name for name in _options() if name not in own.values())]
+        check_options(type(self).__name__, options, known)
+        when = {"every": every_n_epochs, "steps": every_n_steps}
+        self._data = data
+        self._options = {**options, **when, "measures": chosen_measures(measures)}
+        self.monitor: Monitor | None = None
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of the monitor."""
+        return [] if self.monitor is None else self.monitor.history
+
+    def _start(self, model: nn.Module) -> None:
+        self.monitor = Monitor(model, self._data, **self._options)
+
+    def _stop(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+def _options() -> list[str]:
     """The names of a Monitor's arguments behind its data, those of `measure` among them."""
     names = [*signature(Monitor).parameters, *signature(measure).parameters]
     decided = ("model", "data", "options", "on_error", "progress")
