@@ -79,7 +79,7 @@ def measure(
     progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
     Other arguments as in `trace`.
     """
-    chosen = chosen_measures(measures)
+    selection = measure_objects(measures)
     on_error = on_error or ("skip" if measures is None else "raise")
     check_choice("on_error", on_error, get_args(OnError))
     settings = checked_settings(max_directions, memory_budget, certify)
@@ -88,7 +88,7 @@ def measure(
     risk.watched.on = True
     engine = Curvature(risk, curvature, strategy, settings, seed)
     with reporting(progress) as step, risk.session(), derivatives_explained():
-        report = _measured(chosen, engine, on_error, step)
+        report = _measured(selection, engine, on_error, step)
     for warning in engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
@@ -191,13 +191,13 @@ def attempt(measure: Measure, context: Context) -> Measurement | str:
         return f"{type(reason).__name__}: {(str(reason) or 'no message').splitlines()[0]}"
 
 
-def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
+def measure_objects(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
     """The measures that these names and measures stand for; all of them for None."""
     if measures is None:
         return [kind() for kind in MEASURES.values()]
     if isinstance(measures, str):
         raise InvalidType(f"measures must be a list. Got a string; pass [{measures!r}].")
-    chosen: dict[str, Measure] = {}
+    selection: dict[str, Measure] = {}
     for each in measures:
         if isinstance(each, str):
             if each not in MEASURES:
@@ -205,12 +205,12 @@ def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measur
             each = MEASURES[each]()
         elif not isinstance(each, Measure):
             raise InvalidType(f"measures must hold names or measures. Got {_wrong(each)}.")
-        if each.name in chosen:
+        if each.name in selection:
             raise InvalidValue(f"The measure {each.name!r} is asked for twice.")
-        chosen[each.name] = each
-    if not chosen:
+        selection[each.name] = each
+    if not selection:
         raise InvalidValue("measures is empty: there is nothing to measure.")
-    return list(chosen.values())
+    return list(selection.values())
 
 
 def _wrong(each: object) -> str:

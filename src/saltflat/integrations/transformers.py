@@ -124,7 +124,7 @@ class SharpnessTrainerMixin:
         if fam is not None and not isinstance(fam, FAM):
             raise InvalidType(f"fam must be a saltflat FAM. Got {type(fam).__name__}.")
         self._perturb, self.fam = perturb, fam
-        self._kept: list[tuple[dict[str, Any], Any]] = []  # the micro-batches of the step so far
+        self._micro_batches: list[tuple[dict[str, Any], Any]] = []  # of the step so far
         super().__init__(*arguments, **options)
         mine: Any = self
         if fam is not None:
@@ -139,7 +139,7 @@ class SharpnessTrainerMixin:
                 callback.attach(self)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._kept = []  # a run may have stopped within a step
+        self._micro_batches = []  # a run may have stopped within a step
         return super().train(*arguments, **options)  # type: ignore[misc]
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
@@ -179,21 +179,21 @@ class SharpnessTrainerMixin:
                 f"{type(optimizer).__name__} needs whole gradients on every rank. Got "
                 f"{'DeepSpeed' if mine.is_deepspeed_enabled else 'FSDP'}; use DDP."
             )
-        self._kept.append((dict(inputs), (arguments, options)))
+        self._micro_batches.append((dict(inputs), (arguments, options)))
         loss = step(model, inputs, *arguments, **options)
         if mine.accelerator.sync_gradients:
-            kept, self._kept = self._kept, []
-            self._perturbed_passes(optimizer, model, step, kept)
+            micro_batches, self._micro_batches = self._micro_batches, []
+            self._perturbed_passes(optimizer, model, step, micro_batches)
         return loss
 
     def _perturbed_passes(
-        self, optimizer: PerturbedOptimizer, model: Any, step: Any, kept: list[Any]
+        self, optimizer: PerturbedOptimizer, model: Any, step: Any, micro_batches: list[Any]
     ) -> None:
         accelerator = self.accelerator  # type: ignore[attr-defined]
         try:
             while optimizer.perturb(accelerator.scaler):
-                for index, (inputs, (arguments, options)) in enumerate(kept, start=1):
-                    last = index == len(kept)
+                for index, (inputs, (arguments, options)) in enumerate(micro_batches, start=1):
+                    last = index == len(micro_batches)
                     with nullcontext() if last else accelerator.no_sync(model=model):
                         step(model, dict(inputs), *arguments, **options)
         except BaseException:

@@ -27,7 +27,7 @@ from saltflat.errors import (
     SaltflatError,
 )
 from saltflat.losses import LossLike
-from saltflat.measure import chosen_measures, measure
+from saltflat.measure import measure, measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack
@@ -165,10 +165,10 @@ class Monitor:
         self.every = _positive("every", 1 if every is None and steps is None else every)
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
-        self._measures = chosen_measures(measures)
+        self._measures = measure_objects(measures)
         check_options("Monitor", options, _options())
-        chosen = options.get("parameters", "trainable")
-        risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
+        names = options.get("parameters", "trainable")
+        risk = Risk(model, data, loss, parameters=names, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
         own = {"loss": loss, "output": output, "measures": self._measures}
         self._options = {**options, **own, "on_error": "skip", "progress": False}
@@ -270,7 +270,7 @@ class MonitorCallback:
         check_options(type(self).__name__, options, known)
         when = {"every": every_n_epochs, "steps": every_n_steps}
         self._data = data
-        self._options = {**options, **when, "measures": chosen_measures(measures)}
+        self._options = {**options, **when, "measures": measure_objects(measures)}
         self.monitor: Monitor | None = None
 
     @property

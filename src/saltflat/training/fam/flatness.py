@@ -31,11 +31,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-Layer = nn.Linear | Conv
+LayerModule = nn.Linear | Conv
 _CHUNK = 64  # directions that travel together
 
 
-def weight_of(layer: Layer) -> Tensor:
+def weight_of(layer: LayerModule) -> Tensor:
     """The weight as the last forward pass used it.
 
     Reading a parametrized weight computes it anew, and in training mode spectral normalisation
@@ -55,7 +55,7 @@ def weight_of(layer: Layer) -> Tensor:
             module.training = True
 
 
-def apply(layer: Layer, x: Tensor) -> Tensor:
+def apply(layer: LayerModule, x: Tensor) -> Tensor:
     """W x + b, as the layer's type promises it."""
     weight = weight_of(layer)
     if isinstance(layer, nn.Linear):
@@ -66,14 +66,14 @@ def apply(layer: Layer, x: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Site:
+class LayerPass:
     """One layer in one forward pass.
 
     `input` and `weight` may be rescaled (see `normalized`); `shape` is that of the output. The
     samples lie along `dim` of input and output; that dimension may hold several rows of each.
     """
 
-    layer: Layer
+    layer: LayerModule
     input: Tensor
     weight: Tensor
     shape: torch.Size
@@ -84,7 +84,7 @@ class Site:
     def groups(self) -> int:
         return 1 if isinstance(self.layer, nn.Linear) else self.layer.groups
 
-    def normalized(self) -> Site:
+    def normalized(self) -> LayerPass:
         """Features over their standard deviation, columns of W times it; z stays the same.
 
         A feature that does not vary over the batch is left as it is.
@@ -102,8 +102,8 @@ class Site:
         columns = columns.reshape(*self.weight.shape[:2], *spatial)
         return self._with(self.input / std.reshape(-1, *spatial), self.weight * columns)
 
-    def _with(self, inputs: Tensor, weight: Tensor) -> Site:
-        return Site(self.layer, inputs, weight, self.shape, self.samples, self.dim)
+    def _with(self, inputs: Tensor, weight: Tensor) -> LayerPass:
+        return LayerPass(self.layer, inputs, weight, self.shape, self.samples, self.dim)
 
     def matrix(self) -> Tensor:
         """W as (g, out/g, q), q the inputs of one unit (channels of its group × kernel)."""
@@ -160,7 +160,7 @@ def _patches(layer: Conv, x: Tensor, groups: int) -> Tensor:
     return x.flatten(2, 1 + dims).flatten(3)
 
 
-def rows_of(layer: Layer, shape: Sequence[int], samples: int) -> list[int]:
+def rows_of(layer: LayerModule, shape: Sequence[int], samples: int) -> list[int]:
     """The dimensions of a layer's output along which the samples may lie."""
     if isinstance(layer, nn.Linear):
         dims = [0, 1] if len(shape) > 2 else [0] if len(shape) == 2 else []
@@ -185,7 +185,7 @@ class Form:
     columns: Tensor
 
     @classmethod
-    def of(cls, site: Site, simplified: bool) -> Form:
+    def of(cls, site: LayerPass, simplified: bool) -> Form:
         w = site.matrix()
         if simplified:
             unit = torch.eye(w.shape[1], dtype=w.dtype, device=w.device).expand(len(w), -1, -1)
@@ -270,7 +270,7 @@ def units(outputs: Tensor) -> Tensor:
 
 
 def closed_form(
-    loss: CrossEntropy, outputs: Tensor, targets: Tensor, site: Site, simplified: bool
+    loss: CrossEntropy, outputs: Tensor, targets: Tensor, site: LayerPass, simplified: bool
 ) -> Tensor:
     """κ (before the loss's division) of the output layer under cross-entropy, one group.
 
