@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -41,3 +42,12 @@ class Matrix:
         """The way back from `grouped` (without leading dimensions) to the weight's shape."""
         whole = values.transpose(1, 2) if self.out == 1 else values
         return whole.reshape(shape)
+
+
+def windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """What a kernel sees at each position, a view (N, C, *positions, *kernel)."""
+    for i, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + i, (k - 1) * d + 1, s)[..., ::d]
+    return x

@@ -157,8 +157,6 @@ def _prepared(
     example: Any,
 ) -> tuple[nn.Module, Any]:
     """A float64 copy in which exactly the measured parameters require gradients, and inputs."""
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     wide = duplicate(unwrap(model)).double()
     risk = Risk(
         wide, data, loss, parameters=parameters, dtype=torch.float64, unpack=unpack, output=output

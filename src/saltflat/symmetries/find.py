@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
-from saltflat.session import RandomState, lend
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.element import Exponents, duplicate
-from saltflat.symmetries.evaluate import check_copy, confirm, memory
+from saltflat.symmetries.evaluate import check_copy, confirm, evaluation, memory
 from saltflat.symmetries.example import arguments, inputs_of
 from saltflat.symmetries.group import Generator, Group, Kind
 from saltflat.symmetries.liveness import liveness
@@ -74,8 +72,6 @@ def symmetries(
 
 def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
     """The module inside wrappers, and the names of the parameters that may move."""
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     if parameters not in ("all", "trainable"):
         raise InvalidValue(f"parameters must be 'all' or 'trainable'. Got {parameters!r}.")
     inner = unwrap(model)
@@ -91,29 +87,20 @@ def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
 
 
 def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape:
-    args, kwargs = arguments(example)
-    state = RandomState(None, _device(model))
-    everything = {id(p) for p in model.parameters()}
     try:
-        with lend(model, everything, None):
-            return record(Answer(model, output), args, kwargs, RULES)
+        with evaluation(model, example, output, wide=False, differentiable=True):
+            return record(Answer(model, output), *arguments(example), RULES)
     except TypeError as error:
         raise InvalidType(
             "The model cannot be run on the inputs: a tensor for model(x), a tuple for model(*x) "
             f"or a dict for model(**x). Got {type(example).__name__}; the "
             f"model said: {error}"
         ) from error
-    finally:
-        state.restore()
 
 
 def _can_move(p: nn.Parameter) -> bool:
     lazy = isinstance(p, nn.parameter.UninitializedParameter)
     return lazy or p.is_floating_point()
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _shared(tape: Tape, named: dict[str, nn.Parameter]) -> set[str]:

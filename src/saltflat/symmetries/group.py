@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final, get_args
 
@@ -114,17 +114,8 @@ class Group:
     def _replaced(
         self, generators: tuple[Generator, ...], matrix: csr_matrix, scales: csr_matrix
     ) -> Group:
-        return Group(
-            generators,
-            self.dead,
-            self.approximate,
-            self.pinned_by,
-            self._exponents.with_matrix(matrix),
-            scales.tocsr(),
-            self._places,
-            self._labels,
-            self.notes,
-        )
+        exponents = replace(self._exponents, matrix=matrix.tocsr())
+        return replace(self, generators=generators, _exponents=exponents, _scales=scales.tocsr())
 
     # Elements.
 
@@ -142,17 +133,17 @@ class Group:
         """An element whose factors are drawn log-uniformly from [1/spread, spread]."""
         if not (math.isfinite(spread) and spread >= 1):
             raise InvalidValue(f"spread must be a finite number ≥ 1. Got {spread}.")
-        generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(len(self), generator=generator, dtype=torch.float64)
-        return self.element((2 * draws - 1) * math.log(spread))
+        return self.element((2 * self._draws(seed) - 1) * math.log(spread))
 
     def uniform(self, seed: int = 0, low: float = 5.0, high: float = 25.0) -> Element:
         """Factors drawn uniformly from [low, high], as in Petzka et al. (2019), section 3."""
         if not 0 < low <= high < math.inf:
             raise InvalidValue(f"The factors must have 0 < low ≤ high. Got {low} and {high}.")
+        return self.element((low + (high - low) * self._draws(seed)).log())
+
+    def _draws(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(len(self), generator=generator, dtype=torch.float64)
-        return self.element((low + (high - low) * draws).log())
+        return torch.rand(len(self), generator=generator, dtype=torch.float64)
 
     def alpha_scaling(self, alphas: Mapping[str, float]) -> Element:
         """The layer-wise element that multiplies the weight `name` by `alphas[name]`.

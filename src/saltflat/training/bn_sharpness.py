@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from saltflat.checks import check_number
-from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.checks import check_integer, check_number
+from saltflat.errors import InvalidValue, ModelError, nearest
 from saltflat.geometry import Matrix
 from saltflat.landscape import Feeds, Filters, Spheres, at_least_tiny
 from saltflat.risk import unwrap
@@ -174,19 +174,6 @@ def _matrix(layer: nn.Module) -> Matrix:
     return Matrix(1, layer.groups) if isinstance(layer, _TRANSPOSED) else Matrix()
 
 
-_OWN = (
-    "delta",
-    "p",
-    "ascent_steps",
-    "ascent_rate",
-    "growth",
-    "clip",
-    "model",
-    "_inferred",
-    "_named",
-)
-
-
 @final
 class BNSharpnessSGD(PerturbedOptimizer):
     """The base optimizer on L(θ) + λ S(θ)^p, S the BN-Sharpness (SGDS, algorithm 1).
@@ -224,6 +211,8 @@ class BNSharpnessSGD(PerturbedOptimizer):
     """
 
     _scale_free = False
+    _settings = ("delta", "p", "ascent_steps", "ascent_rate", "growth", "clip")
+    _lasting = (*PerturbedOptimizer._lasting, *_settings, "model", "_inferred", "_named")
 
     def __init__(
         self,
@@ -242,16 +231,12 @@ class BNSharpnessSGD(PerturbedOptimizer):
         freeze_batchnorm: bool = True,
         same_randomness: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         if not isinstance(p, int) or p < 2 or p % 2:
             raise InvalidValue(f"p must be an even integer of at least 2. Got {p!r}.")
-        if not isinstance(ascent_steps, int) or ascent_steps < 0:
-            raise InvalidValue(f"ascent_steps must be a count of at least 0. Got {ascent_steps!r}.")
         if example is not None and filters is not None:
             raise InvalidValue("Pass either filters or the example that they are found on.")
         self.delta, self.p = check_number("delta", delta, above=True), p
-        self.ascent_steps = ascent_steps
+        self.ascent_steps = check_integer("ascent_steps", ascent_steps, least=0)
         self.ascent_rate = check_number("ascent_rate", ascent_rate, above=True)
         self.growth = check_number("growth", growth, above=True)
         self.clip = None if clip is None else check_number("clip", clip, above=True)
@@ -408,7 +393,7 @@ class BNSharpnessSGD(PerturbedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._fed()
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in _OWN}}
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

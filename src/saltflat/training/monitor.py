@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map_only
 
-from saltflat.checks import check_number, check_options
+from saltflat.checks import check_integer, check_number, check_options
 from saltflat.errors import (
     DataError,
     InvalidType,
@@ -336,9 +336,7 @@ def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
 
 
 def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidValue(f"{name} must be an integer of at least 1, or None. Got {value!r}.")
-    return value
+    return None if value is None else check_integer(name, value)
 
 
 def _budget(budget: float | Budget | None) -> Budget:
@@ -350,23 +348,19 @@ def _budget(budget: float | Budget | None) -> Budget:
 def _writer(tensorboard: Any) -> Any:
     """What writes for TensorBoard: the user's own, or one for a folder."""
     if isinstance(tensorboard, str | os.PathLike):
-        return _summary_writer(tensorboard)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingDependency(
+                "Writing for TensorBoard needs the tensorboard package, which is not installed. "
+                "Install it with: pip install tensorboard"
+            ) from error
+        return SummaryWriter(str(tensorboard))
     if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
         raise InvalidType(
             f"tensorboard must be a folder or a SummaryWriter. Got {type(tensorboard).__name__}."
         )
     return tensorboard
-
-
-def _summary_writer(folder: Any) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingDependency(
-            "Writing for TensorBoard needs the tensorboard package, which is not installed. "
-            "Install it with: pip install tensorboard"
-        ) from error
-    return SummaryWriter(str(folder))
 
 
 def continued(path: Path, measures: Collection[str]) -> list[Record]:

@@ -116,7 +116,7 @@ class SAM(PerturbedOptimizer):
         for p, total in self._gathered.items():
             p.grad = total.clone()
         self._ready = True
-        self._await_first_pass()
+        self._replay.arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, not the sum that `gather` keeps until the step."""

@@ -75,6 +75,10 @@ class Step:
     def shape(self) -> tuple[int, ...]:
         return self.shapes[0]
 
+    def only(self, ids: Tensor) -> list[Tensor | None]:
+        """Ids of the first output; of the others nothing is said."""
+        return [ids.expand(self.shape), *[None] * (len(self.shapes) - 1)]
+
 
 #: ids of the outputs; None where nothing is said of an output, which must then not be used unless
 #: it holds integers or truth values

@@ -18,7 +18,7 @@ side. So everything here is arranged as (samples, groups, positions, features).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, final
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils.parametrize import is_parametrized
 
+from saltflat.geometry import windows
 from saltflat.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -96,14 +97,12 @@ class LayerPass:
         varies = variance > torch.finfo(variance.dtype).eps * self.input.square().mean(others)
         std = variance.where(varies, 1.0).sqrt()
         if linear:
-            return self._with(self.input / std, self.weight * std)
+            return replace(self, input=self.input / std, weight=self.weight * std)
         spatial = [1] * (self.input.ndim - 2)
         columns = std.reshape(self.groups, 1, -1).expand(-1, len(self.weight) // self.groups, -1)
         columns = columns.reshape(*self.weight.shape[:2], *spatial)
-        return self._with(self.input / std.reshape(-1, *spatial), self.weight * columns)
-
-    def _with(self, inputs: Tensor, weight: Tensor) -> LayerPass:
-        return LayerPass(self.layer, inputs, weight, self.shape, self.samples, self.dim)
+        inputs = self.input / std.reshape(-1, *spatial)
+        return replace(self, input=inputs, weight=self.weight * columns)
 
     def matrix(self) -> Tensor:
         """W as (g, out/g, q), q the inputs of one unit (channels of its group × kernel)."""
@@ -153,9 +152,7 @@ def _patches(layer: Conv, x: Tensor, groups: int) -> Tensor:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     dims = len(layer.kernel_size)
-    for d in range(dims):
-        reach = layer.dilation[d] * (layer.kernel_size[d] - 1) + 1
-        x = x.unfold(2 + d, reach, layer.stride[d])[..., :: layer.dilation[d]]
+    x = windows(x, layer.kernel_size, layer.stride, layer.dilation)
     x = x.unflatten(1, (groups, -1)).movedim(2, 2 + dims)  # rows, g, *positions, c/g, *kernel
     return x.flatten(2, 1 + dims).flatten(3)
 
@@ -249,7 +246,9 @@ class Form:
         return over_inputs * mixed.unsqueeze(-2)
 
 
-def pull(outputs: Tensor, edges: list[GradientEdge], vectors: Tensor) -> list[Tensor | None]:
+def pull(
+    outputs: Tensor, edges: list[GradientEdge] | list[Tensor], vectors: Tensor
+) -> list[Tensor | None]:
     """vᵀ ∂outputs/∂edge for a stack of v, differentiable again.
 
     All of them at once where every operation can be batched, else one by one.
@@ -331,11 +330,5 @@ def joint(call: Callable[[Tensor], Tensor], outputs: Tensor, deltas: Tensor, for
 def _output_hessian(call: Callable[[Tensor], Tensor], outputs: Tensor, vectors: Tensor) -> Tensor:
     """B v for a stack of v, differentiable in the outputs."""
     (first,) = torch.autograd.grad(call(outputs), outputs, create_graph=True)
-    if not first.requires_grad:
-        return torch.zeros_like(vectors)
-    options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
-    try:
-        return torch.autograd.grad(first, outputs, vectors, is_grads_batched=True, **options)[0]
-    except RuntimeError:
-        each = [torch.autograd.grad(first, outputs, v, **options)[0] for v in vectors]
-    return torch.stack(each)
+    (image,) = pull(first, [outputs], vectors) if first.requires_grad else [None]
+    return torch.zeros_like(vectors) if image is None else image

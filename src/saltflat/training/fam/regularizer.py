@@ -73,8 +73,6 @@ class FAM:
         estimator: Hutchinson | None = None,
         output: Output | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         if estimator is not None and not isinstance(estimator, Hutchinson):
             raise InvalidType(
                 "The estimator of FAM must be saltflat.Hutchinson or None. "
