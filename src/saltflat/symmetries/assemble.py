@@ -118,7 +118,7 @@ class Assembly:
             means={n: classes[n] for n in propagation.means},
             deviations={n: classes[n] for n in propagation.deviations},
             matrix=(self.rows(members) @ solution).tocsr(),
-            units=[self._unit(v) for v in _first_rows(solution)],
+            units=[self._unit(v) for v in first_rows(solution)],
             scales=solution,
             places=self.places,
             bilinear=self._bilinear(),
@@ -174,10 +174,10 @@ class Assembly:
         late[np.unique(pinned.nonzero()[1])] = True
         solution = null_space(self.equations.tocsr(), late)
         columns = independent(pinned @ solution)
-        return [self._unit(v) for v in _first_rows(solution[:, columns])]
+        return [self._unit(v) for v in first_rows(solution[:, columns])]
 
 
-def _first_rows(matrix: csr_matrix) -> list[int]:
+def first_rows(matrix: csr_matrix) -> list[int]:
     """The first non-zero row of each column."""
     columns = matrix.tocsc()
     columns.sort_indices()

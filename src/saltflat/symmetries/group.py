@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Symmetry
 from saltflat.printing import plain_text
-from saltflat.symmetries.assemble import uniform
+from saltflat.symmetries.assemble import first_rows, uniform
 from saltflat.symmetries.balance import balanced
 from saltflat.symmetries.element import Element, Exponents
 
@@ -96,20 +96,17 @@ class Group:
         if kind not in KINDS:
             raise InvalidValue(f"kind must be one of {', '.join(KINDS)}. Got {kind!r}.")
         if kind == "layer":
-            return self._combined(uniform(self._scales, self._places))
+            combination = uniform(self._scales, self._places)
+            scales = self._scales @ combination
+            labels = [self._labels[place] for place in self._places[first_rows(scales)]]
+            generators = tuple(Generator(label, None, "layer") for label in labels)
+            return self._replaced(generators, self._exponents.matrix @ combination, scales)
         columns = np.flatnonzero([g.kind == kind for g in self.generators])
         return self._replaced(
             tuple(self.generators[i] for i in columns),
             self._exponents.matrix[:, columns],
             self._scales[:, columns],
         )
-
-    def _combined(self, combination: csr_matrix) -> Group:
-        scales = (self._scales @ combination).tocsc()
-        scales.sort_indices()
-        places = [self._places[scales.indices[start]] for start in scales.indptr[:-1]]
-        generators = tuple(Generator(self._labels[p], None, "layer") for p in places)
-        return self._replaced(generators, self._exponents.matrix @ combination, scales)
 
     def _replaced(
         self, generators: tuple[Generator, ...], matrix: csr_matrix, scales: csr_matrix

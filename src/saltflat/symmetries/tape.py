@@ -176,7 +176,7 @@ def _exported(program: Any, answer: Answer) -> Tape:
         if node.op == "placeholder":
             tensor: Any = None
             if node.name in targets:
-                tensor = _attribute(answer, targets[node.name])
+                tensor = operator.attrgetter(targets[node.name])(answer)
             elif node.name in constants:
                 tensor = program.constants[constants[node.name]]
             meta = node.meta.get("val")
@@ -193,11 +193,6 @@ def _exported(program: Any, answer: Answer) -> Tape:
             outputs = [env.get(n) for n in node.args[0]][-count:] if count else []
             tape.answers = refs(outputs)
     return tape
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(root.get_submodule(owner), name)
 
 
 def _slot(tensor: Tensor) -> Slot:

@@ -129,7 +129,8 @@ class PenaltyPass:
     def _divisor(self) -> float | Tensor:
         loss, targets = self.loss, self.targets
         assert isinstance(loss, Loss)
-        if isinstance(loss, CrossEntropy) and _counts(loss, targets):
+        integer = isinstance(targets, Tensor) and not targets.is_floating_point()
+        if isinstance(loss, CrossEntropy) and loss.mean and loss.weight is None and integer:
             # A tensor, so that a GPU is not waited for; NaN, as from PyTorch, if it is 0.
             count: Tensor = (targets != loss.ignore_index).sum()
             return count
@@ -300,11 +301,6 @@ def _settle(loss: Loss | Callable[..., Tensor], outputs: Tensor, targets: Any) -
     except NotAdditive:
         return JointLoss(loss)
     return candidate
-
-
-def _counts(loss: CrossEntropy, targets: Tensor) -> bool:
-    """Whether the loss divides by the number of targets that are not ignored."""
-    return loss.mean and loss.weight is None and not targets.is_floating_point()
 
 
 def _warn_if_many(count: int, what: str) -> None:
