@@ -289,7 +289,7 @@ def test_a_broken_symmetry_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> Group:
         group = symmetries(*args, **options)
         # Outgoing weights grow with the incoming ones instead of shrinking.
-        wrong = group.exponents().with_matrix(abs(group.exponents().matrix))
+        wrong = dataclasses.replace(group.exponents(), matrix=abs(group.exponents().matrix))
         return dataclasses.replace(group, _exponents=wrong)
 
     monkeypatch.setattr(import_module("saltflat.audit.procedure"), "symmetries", broken)

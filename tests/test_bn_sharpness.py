@@ -28,9 +28,9 @@ from perturbed import (
 from scipy.integrate import quad
 from torch import Tensor, nn
 
-from saltflat.landscape import BatchLandscape
+from saltflat.landscape import BatchLandscape, Filters
 from saltflat.measures import BNSharpness, NotApplicable
-from saltflat.measures.bn_sharpness import Directions, feeding, per_unit
+from saltflat.measures.bn_sharpness import Directions, feeding
 
 
 class Shapes(nn.Module):
@@ -126,7 +126,7 @@ def test_units_that_feed_batchnorm(
             for unit, here in enumerate(fed[layer.parameter]):
                 grow = torch.zeros(len(fed[layer.parameter]), dtype=torch.float64)
                 grow[unit] = 2.0
-                shift = layer.weight * per_unit(layer, grow)
+                shift = layer.weight * Filters(layer.weight, layer.matrix).spread(grow)
                 change = abs(surface.value({layer.parameter: shift}) - base)
                 assert (change < 1e-11) if here else (change > 1e-7)
 

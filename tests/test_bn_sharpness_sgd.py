@@ -14,7 +14,8 @@ from networks import Residual, seq
 from torch import Tensor, nn
 
 from saltflat.errors import SaltflatError
-from saltflat.landscape import Feeds
+from saltflat.geometry import Matrix
+from saltflat.landscape import Feeds, Filters
 from saltflat.training.bn_sharpness import BNSharpnessSGD
 
 X = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -273,7 +274,7 @@ MODELS = {
     "pre-activation": (PreActivation, {"conv.weight": 2}),
     "statistics that are not the batch's": (frozen_norm, {"4.weight": 4}),
     "transposed": (transposed, {"0.0.weight": 5}),
-    "a slice for two channels": (lambda: transposed(4, 2), {}),
+    "a slice for two channels": (lambda: transposed(4, 2), {"0.0.weight": 4}),
     "positions": (sequence_linear, {}),
     "tied": (tied, {}),
 }
@@ -364,18 +365,30 @@ def test_scale_inference_where_there_is_nothing_to_find() -> None:
 def test_named_filters_must_be_slices_of_a_parameter() -> None:
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
     normed = nn.Sequential(linear, nn.BatchNorm1d(5))
-    shared = nn.Sequential(nn.ConvTranspose1d(4, 4, 2, groups=2), nn.BatchNorm1d(4))
-    for model, word in ((normed, "computed from others"), (shared, "shared by groups")):
-        base = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(SaltflatError, match=word):
-            BNSharpnessSGD(base, model, filters=["0"])
+    base = torch.optim.SGD(normed.parameters(), lr=0.1)
+    with pytest.raises(SaltflatError, match="computed from others"):
+        BNSharpnessSGD(base, normed, filters=["0"])
+
+
+def test_filters_that_share_a_slice_of_the_weight_are_spheres_of_their_own() -> None:
+    """Each of the output units of a grouped transposed convolution, told by its outputs."""
+    model = transposed(4, 2).double()
+    layer = model[0][0]
+    filters = Filters(layer.weight, Matrix(1, 2))
+    x = torch.eye(2, dtype=torch.float64)[:, :, None, None]  # each input channel alone
+    outputs = nn.functional.conv_transpose2d(x, layer.weight, groups=2)
+    norms = filters.norms(layer.weight)
+    torch.testing.assert_close(norms[:, :, 0, 0].flatten(), outputs.square().sum((0, 2, 3)).sqrt())
+    doubled = layer.weight * filters.spread(torch.tensor([1.0, 2.0, 1.0, 1.0]))
+    changed = nn.functional.conv_transpose2d(x, doubled, groups=2) != outputs
+    assert changed.any(0).flatten(1).any(1).tolist() == [False, True, False, False]
 
 
 def test_calls_inside_a_synchronised_norm_do_not_count() -> None:
     """It takes statistics by calls of its own, which would look like another use of the filters."""
     layer = nn.Linear(4, 5)
     for pause, fed in ((True, True), (False, False)):
-        feeds = Feeds({"weight": 5}, {"weight": layer.weight}, training=True)
+        feeds = Feeds({"weight": Filters(layer.weight, Matrix())}, training=True)
         with feeds:
             z = layer(torch.randn(6, 4))
             feeds.normalise(z)

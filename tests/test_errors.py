@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import pkgutil
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from torch.utils.data import Dataset
 
 import saltflat as sf
 from saltflat.errors import ForwardError
+from saltflat.moved import PLACES
 
 X, Y = BY_NAME["mlp"].data(n=6)
 BATCHES = [(X[:2], Y[:2]), (X[2:4], Y[2:4]), (X[4:], Y[4:])]
@@ -557,3 +561,23 @@ def test_names_that_are_gone_say_what_took_their_place(name: str) -> None:
         getattr(sf, name)
     with pytest.raises(AttributeError, match="no attribute 'Hutchison'"):
         sf.Hutchison  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_imports_of_names_that_are_gone(name: str) -> None:
+    """Each of them fails with the new name, which is there."""
+    module, _, last = name.rpartition(".")
+    for statement in (f"import {name}", f"from {module} import {last}"):
+        # `verify` is a function now, which takes the place of the module.
+        if statement != "from saltflat.symmetries import verify":
+            with pytest.raises(ImportError, match=re.escape(f"{name} is gone. Use saltflat")):
+                exec(statement)
+    for new in re.findall(r"saltflat\.[\w.]*\w", PLACES[name]):
+        pkgutil.resolve_name(new)
+
+
+def test_imports_that_never_were_fail_as_ever() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'saltflat\.never'"):
+        importlib.import_module("saltflat.never")
+    with pytest.raises(ImportError, match="is gone"):
+        importlib.import_module("saltflat.data.digits")

@@ -15,7 +15,7 @@ from scipy.optimize import linprog, minimize
 
 from saltflat.convex import geometric as geometric_module
 from saltflat.convex.geometric import minimise, vanishing
-from saltflat.convex.newton import Exponents, certify
+from saltflat.convex.newton import ExponentMatrix, certify
 from saltflat.errors import InvalidValue, SaltflatError
 
 
@@ -70,7 +70,7 @@ def test_the_gap_away_from_the_minimum(spread: float) -> None:
         a, c = problem(seed, 30, 4, 0.5)
         best = minimise(a, c)
         u = best.point + spread * np.random.default_rng(seed).uniform(-1, 1, 4)
-        point = certify(np.log(a), Exponents(sparse.csr_array(c)), u, 0)
+        point = certify(np.log(a), ExponentMatrix(sparse.csr_array(c)), u, 0)
         value = np.exp(point.log_value)
         assert value - best.value <= point.gap * value
         assert point.gap * value <= 10 * (value - best.value) + 1e-13 * value or spread > 1e-3
@@ -78,7 +78,7 @@ def test_the_gap_away_from_the_minimum(spread: float) -> None:
 
 def test_far_from_the_minimum_nothing_is_claimed() -> None:
     a, c = problem(2, 30, 4, 8)
-    point = certify(np.log(a), Exponents(sparse.csr_array(c)), np.zeros(4), 0)
+    point = certify(np.log(a), ExponentMatrix(sparse.csr_array(c)), np.zeros(4), 0)
     assert point.gap == 1.0
     assert not point.attained
 
@@ -187,7 +187,7 @@ def test_systems_with_many_unknowns(length: int) -> None:
     w = 10 ** rng.uniform(-2, 2, len(c))
     y = rng.standard_normal(310)
     right = c.T @ (w * (c @ y))
-    found = Exponents(sparse.csr_array(c)).system(w).solve(right, 1e-13)
+    found = ExponentMatrix(sparse.csr_array(c)).system(w).solve(right, 1e-13)
     assert np.allclose(found, y, rtol=1e-8, atol=1e-8)
 
 

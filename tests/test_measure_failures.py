@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -15,7 +16,6 @@ import saltflat as sf
 from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.sweep import Kind
 from saltflat.errors import MissingDependency, NoSecondDerivative
-from saltflat.measure import Lenient
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
 from saltflat.measures.base import Context, Measure, NotApplicable
@@ -205,16 +205,41 @@ class Broken(Measure):
     "error", [NotApplicable("never"), RuntimeError(), NotImplementedError("never")]
 )
 def test_a_measure_that_fails(error: Exception) -> None:
-    chosen = Lenient((Broken(error), MEASURES["hessian_trace"]()))
-    report = sf.measure(CASE.model(), (X, Y), measures=chosen)
+    chosen = [Broken(error), MEASURES["hessian_trace"]()]
+    report = sf.measure(CASE.model(), (X, Y), measures=chosen, on_error="skip")
     assert list(report) == ["hessian_trace"]
     assert report.skipped["broken"]
+    with pytest.raises((type(error), NoSecondDerivative)):
+        sf.measure(CASE.model(), (X, Y), measures=chosen)
+
+
+def test_a_skipped_measure_is_a_row_that_says_why() -> None:
+    chosen = ["hessian_trace", Broken(NotApplicable("never"))]
+    report = sf.measure(CASE.model(), (X, Y), measures=chosen, on_error="skip")
+    (row,) = [line for line in str(report).splitlines() if "broken" in line]
+    assert "does not apply" in row
+    assert "never" in row
+    frame = report.to_pandas()
+    assert math.isnan(frame.loc["broken", "value"])
+    assert frame.loc["broken", "skipped"] == "never"
+    assert frame.loc["hessian_trace", "value"] == report["hessian_trace"].value
+
+
+def test_all_measures_can_be_made_to_raise() -> None:
+    with pytest.raises(NoSecondDerivative, match="multi_margin"):
+        sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), on_error="raise")
+
+
+def test_unknown_words_for_errors() -> None:
+    with pytest.raises(sf.InvalidValue, match="on_error must be 'raise' or 'skip'"):
+        sf.measure(CASE.model(), (X, Y), on_error="ignore")  # type: ignore[arg-type]
 
 
 def test_mistakes_are_not_hidden() -> None:
     """Of ours, that is: only what torch, SciPy and saltflat raise on purpose is a reason."""
+    broken = Broken(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        sf.measure(CASE.model(), (X, Y), measures=Lenient((Broken(ZeroDivisionError()),)))
+        sf.measure(CASE.model(), (X, Y), measures=[broken], on_error="skip")
 
 
 # Monitor and audit

@@ -204,8 +204,8 @@ def test_wide_comparisons_stay_readable() -> None:
 def test_clear_errors() -> None:
     with pytest.raises(sf.InvalidType, match=r"is a class.*CrossEntropyLoss\(\)"):
         sf.measure(net(), data(), nn.CrossEntropyLoss)
-    with pytest.raises(sf.InvalidType, match="inputs only"):
-        sf.symmetries(net(), data())
+    with pytest.raises(sf.InvalidType, match="cannot be run on the inputs"):
+        sf.symmetries(net(), 3)
     broken = net()
     broken[0].weight.data[0, 0] = torch.nan
     with pytest.raises(sf.ModelError, match=r"0\.weight.*NaN"):

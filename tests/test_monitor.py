@@ -444,6 +444,7 @@ def test_wrong_seconds() -> None:
         Budget(seconds=-1.0)
 
 
-def test_unknown_options_are_refused_at_once() -> None:
-    with pytest.raises(sf.InvalidValue, match="no option 'sed'"):
-        sf.Monitor(torch.nn.Linear(2, 2), (torch.randn(3, 2), torch.tensor([0, 1, 0])), sed=1)
+@pytest.mark.parametrize("decided", ["progress", "on_error"])
+def test_what_the_monitor_decides_is_no_option(decided: str) -> None:
+    with pytest.raises(sf.InvalidType, match=f"no option '{decided}'"):
+        Monitor(network(), (X, Y), **{decided: None})

@@ -233,7 +233,7 @@ def test_refuses_bad_settings() -> None:
         SAM(model)  # type: ignore[arg-type]
     with refuses(TypeError, right, "Got generator"):  # as another implementation has it
         SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
-    with refuses(TypeError, "no setting 'lr'", right):
+    with refuses(TypeError, "no option 'lr'", right):
         SAM(sgd(model), rho=0.1, lr=0.1)
     with refuses(TypeError, "LBFGS"):
         SAM(torch.optim.LBFGS(model.parameters()))

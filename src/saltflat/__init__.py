@@ -19,6 +19,7 @@ from saltflat.errors import (
 )
 from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
+from saltflat.moved import advice
 from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
 from saltflat.symmetries import Group, symmetries
@@ -77,13 +78,7 @@ __all__ = [
     "trace",
 ]
 
-_GONE = {
-    "XTrace": "saltflat.Hutchinson: the error of XTrace did not hold",
-    "data": "saltflat.datasets",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name in _GONE:
-        raise AttributeError(f"saltflat.{name} is gone. Use {_GONE[name]}.")
-    raise AttributeError(f"module 'saltflat' has no attribute {name!r}")
+    words = advice(f"saltflat.{name}")
+    raise AttributeError(words or f"module 'saltflat' has no attribute {name!r}")

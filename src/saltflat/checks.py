@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
-from saltflat.errors import InvalidType, InvalidValue
+from saltflat.errors import InvalidType, InvalidValue, nearest
 
 
 def check_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
@@ -31,6 +31,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         listed = " or ".join(map(repr, choices))
         raise InvalidValue(f"{name} must be {listed}. Got {value!r}.")
+
+
+def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """No option that `owner` does not know, as Python has it of arguments that are spelt out."""
+    names = list(known)
+    for option in options:
+        if option not in names:
+            raise InvalidType(f"{owner} has no option {option!r}. {nearest(option, names)}")
 
 
 def check_seed(seed: Any) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from time import perf_counter
-from typing import Any, cast, final
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
-from saltflat.checks import check_seed
+from saltflat.checks import check_choice, check_options, check_seed
 from saltflat.curvature import (
     CURVATURE,
     FISHER,
@@ -40,10 +41,7 @@ from saltflat.report import Comparison, Report, provenance
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.symmetries import Group
 
-
-@final
-class Lenient(tuple[Measure, ...]):
-    """Measures that are left out with the reason where they fail, as those of `measures=None`."""
+OnError = Literal["raise", "skip"]
 
 
 def measure(
@@ -52,6 +50,7 @@ def measure(
     loss: LossLike = "cross_entropy",
     *,
     measures: Iterable[str | Measure] | None = None,
+    on_error: OnError | None = None,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Hutchinson | None = None,
@@ -70,29 +69,33 @@ def measure(
     ----------
     model, data, loss : as in `trace`; the model is left exactly as it was found.
     measures : names or configured measures, e.g. `["rho", NormalizedSharpness(lam=1.0)]`; all of
-        them by default. One that does not apply to the model, or cannot be computed, is then
-        listed with the reason; one that was named is an error.
+        them by default.
+    on_error : what becomes of a measure that does not apply to the model or cannot be computed:
+        "raise" its error, or "skip" it, which the report lists with the reason (`skipped`). By
+        default those that were named raise, and of all measures the others are skipped. What is
+        wrong with the model, the data or the loss as a whole is an error all the same.
     estimator : `Hutchinson(…)`, for what cannot be had exactly.
     seed : of the searches and estimates.
     progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
     Other arguments as in `trace`.
     """
-    chosen = chosen_measures(measures)
+    selection = measure_objects(measures)
+    on_error = on_error or ("skip" if measures is None else "raise")
+    check_choice("on_error", on_error, get_args(OnError))
     settings = checked_settings(max_directions, memory_budget, certify)
     strategy = estimator_of(estimator, seed)
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     risk.watched.on = True
     engine = Curvature(risk, curvature, strategy, settings, seed)
-    lenient = measures is None or isinstance(measures, Lenient)
     with reporting(progress) as step, risk.session(), derivatives_explained():
-        report = _measured(chosen, engine, lenient, step)
+        report = _measured(selection, engine, on_error, step)
     for warning in engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
 
 
 def _measured(
-    measures: Sequence[Measure], engine: Curvature, lenient: bool, step: Callback
+    measures: Sequence[Measure], engine: Curvature, on_error: OnError, step: Callback
 ) -> Report:
     """The measures one after the other, inside the session of the engine's risk."""
     risk, count = engine.risk, len(measures) + 1
@@ -101,12 +104,12 @@ def _measured(
     skipped: dict[str, str] = {}
     step("curvature", 0, count)
     start = perf_counter()
-    context, failure = prepared(engine, measures, lenient)
+    context, failure = prepared(engine, measures, on_error)
     seconds["curvature"] = perf_counter() - start
     for index, each in enumerate(measures):
         step(each.name, index + 1, count)
         start = perf_counter()
-        result = attempt(each, context) if lenient else compute_one(each, context)
+        result = compute_one(each, context) if on_error == "raise" else attempt(each, context)
         if isinstance(result, Measurement):
             done[each.name] = result
         else:
@@ -133,6 +136,8 @@ def compare(
             "compare needs a mapping from names to models, e.g. {'sgd': a, 'sam': b}. "
             f"Got {type(models).__name__}."
         )
+    every = signature(measure).parameters.values()
+    check_options("compare", options, [p.name for p in every if p.kind is p.KEYWORD_ONLY])
     own = isinstance(data, Mapping) and set(data) == set(models)
     reports = {}
     for name, model in models.items():
@@ -141,11 +146,11 @@ def compare(
 
 
 def prepared(
-    engine: Curvature, measures: Iterable[Measure], lenient: bool, group: Group | None = None
+    engine: Curvature, measures: Iterable[Measure], on_error: OnError, group: Group | None = None
 ) -> tuple[Context, Exception | None]:
     """What the measures compute from, with all the curvature that they need from one sweep.
 
-    Where that fails and `lenient` allows it, the context has none, and the error says why: each
+    Where that fails and measures are skipped, the context has none, and the error says why: each
     measure then computes what it needs, or fails for itself. What is wrong with the model, the data
     or the loss as a whole is an error all the same.
     """
@@ -158,7 +163,9 @@ def prepared(
             quantities = engine.quantities(kinds) if kinds else {}
     except (SaltflatError, RuntimeError) as error:
         alone = NoSecondDerivative | NotApplicable | MissingDependency
-        if not lenient or (isinstance(error, SaltflatError) and not isinstance(error, alone)):
+        if on_error == "raise" or (
+            isinstance(error, SaltflatError) and not isinstance(error, alone)
+        ):
             raise
         failure = error
     return Context(engine.risk, engine.layers(), quantities, engine.seed, engine, group), failure
@@ -184,13 +191,13 @@ def attempt(measure: Measure, context: Context) -> Measurement | str:
         return f"{type(reason).__name__}: {(str(reason) or 'no message').splitlines()[0]}"
 
 
-def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
+def measure_objects(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
     """The measures that these names and measures stand for; all of them for None."""
     if measures is None:
         return [kind() for kind in MEASURES.values()]
     if isinstance(measures, str):
         raise InvalidType(f"measures must be a list. Got a string; pass [{measures!r}].")
-    chosen: dict[str, Measure] = {}
+    selection: dict[str, Measure] = {}
     for each in measures:
         if isinstance(each, str):
             if each not in MEASURES:
@@ -198,12 +205,12 @@ def chosen_measures(measures: Iterable[str | Measure] | None) -> Sequence[Measur
             each = MEASURES[each]()
         elif not isinstance(each, Measure):
             raise InvalidType(f"measures must hold names or measures. Got {_wrong(each)}.")
-        if each.name in chosen:
+        if each.name in selection:
             raise InvalidValue(f"The measure {each.name!r} is asked for twice.")
-        chosen[each.name] = each
-    if not chosen:
+        selection[each.name] = each
+    if not selection:
         raise InvalidValue("measures is empty: there is nothing to measure.")
-    return list(chosen.values())
+    return list(selection.values())
 
 
 def _wrong(each: object) -> str:

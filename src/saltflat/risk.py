@@ -203,8 +203,6 @@ class Risk:
         unpack: Unpack | None = None,
         output: Output | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         self.model = unwrap(model)
         self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
         self.notes: list[str] = []
@@ -470,6 +468,8 @@ _DTYPES = re.compile(r"dtype|scalar type|data type|[Ii]nput type|not implemented
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile`, DataParallel and DistributedDataParallel."""
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while True:
         if isinstance(model, parallel):

@@ -82,7 +82,7 @@ class Panel:
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # A rescaled model has the same rescalings, so they need not be found again.
-            context, _ = prepared(engine, self.measures, lenient=True, group=self.group)
+            context, _ = prepared(engine, self.measures, on_error="skip", group=self.group)
             for measure in self.measures:
                 reading = attempt(measure, context)
                 readings[measure.name] = (

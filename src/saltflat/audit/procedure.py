@@ -17,7 +17,7 @@ from saltflat.checks import check_integer
 from saltflat.curvature import Hutchinson, MatrixName, checked_settings
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
-from saltflat.measure import chosen_measures, estimator_of
+from saltflat.measure import estimator_of, measure_objects
 from saltflat.measures import MEASURES, Measure
 from saltflat.printing import Callback, reporting
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
@@ -128,7 +128,7 @@ def _measures(
         measures = list(measures)
         if not measures and functions:
             return []
-    chosen = chosen_measures(measures)
+    chosen = measure_objects(measures)
     for measure in chosen:
         if measure.name in functions:
             raise InvalidValue(f"{measure.name!r} is a measure; give the function another name.")
@@ -157,8 +157,6 @@ def _prepared(
     example: Any,
 ) -> tuple[nn.Module, Any]:
     """A float64 copy in which exactly the measured parameters require gradients, and inputs."""
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     wide = duplicate(unwrap(model)).double()
     risk = Risk(
         wide, data, loss, parameters=parameters, dtype=torch.float64, unpack=unpack, output=output

@@ -26,7 +26,7 @@ from scipy import sparse
 from scipy.optimize import linprog
 from scipy.sparse.csgraph import connected_components
 
-from saltflat.convex.newton import Exponents, Floats, certify, descend
+from saltflat.convex.newton import ExponentMatrix, Floats, certify, descend
 from saltflat.errors import InvalidValue, SaltflatError
 
 Flags = NDArray[np.bool_]
@@ -79,7 +79,7 @@ def minimise(masses: ArrayLike, exponents: Any) -> Minimum:
     degenerate = Degenerate(direction, alive[gone[like]]) if gone.any() else None
     if gone.all():
         return Minimum(0.0, np.zeros(c.shape[1]), 0.0, degenerate is None, degenerate, 0)
-    remaining = Exponents(rows[~gone])
+    remaining = ExponentMatrix(rows[~gone])
     solved = (
         descend(logs[~gone], remaining)
         if remaining.unknowns
@@ -223,7 +223,7 @@ def _program(rows: Any) -> Floats:
     groups, unknowns = rows.shape
     if groups == 0:
         return np.zeros(unknowns)
-    if groups > _MANY and descend(np.zeros(groups), Exponents(rows), most=60).attained:
+    if groups > _MANY and descend(np.zeros(groups), ExponentMatrix(rows), most=60).attained:
         return np.zeros(unknowns)
     result = linprog(
         np.r_[np.zeros(unknowns), -np.ones(groups)],

@@ -45,7 +45,7 @@ _SHORT = 8  # entries in a row of C: up to here the pairs of them are worth havi
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class NewtonResult:
     """Where Newton's method stopped.
 
     `log_value` is log f(u); `gap` bounds 1 − inf f / f(u); `attained` says that the certificate
@@ -59,7 +59,7 @@ class Point:
     steps: int
 
 
-def _start(logs: Floats, c: Exponents) -> Floats:
+def _start(logs: Floats, c: ExponentMatrix) -> Floats:
     """The u for which t is as even as can be (least squares in logarithms), or 0 if it is better.
 
     Rescaling the groups, a → a + 2 C s, moves this start by s: what the group of rescalings can
@@ -97,7 +97,7 @@ def _length(w: Floats, z: Floats) -> float:
     return s
 
 
-def descend(logs: Floats, c: Exponents, most: int = 200) -> Point:
+def descend(logs: Floats, c: ExponentMatrix, most: int = 200) -> NewtonResult:
     """Minimise Σ exp(logs − 2 C u) over u by Newton's method with a search along each step."""
     u = _start(logs, c)
     decrement, steps, settled = 1.0, 0, False
@@ -113,7 +113,7 @@ def descend(logs: Floats, c: Exponents, most: int = 200) -> Point:
     return certify(logs, c, u, steps)
 
 
-def certify(logs: Floats, c: Exponents, u: Floats, steps: int) -> Point:
+def certify(logs: Floats, c: ExponentMatrix, u: Floats, steps: int) -> NewtonResult:
     """The value at u and a bound on how far below it the infimum can be (see the module)."""
     t = logs - 2 * (c.rows @ u)
     log_value = _log_sum(t)
@@ -125,11 +125,11 @@ def certify(logs: Floats, c: Exponents, u: Floats, steps: int) -> Point:
         decrement = _decrement(rest, c)
         if 9 * decrement**2 < w[heavy].min(initial=1.0):
             gap = float(w[~heavy].sum()) + 0.75 * decrement**2 + noise
-            return Point(u, log_value, min(gap, 1.0), bool(heavy.all()), steps)
-    return Point(u, log_value, 1.0, False, steps)
+            return NewtonResult(u, log_value, min(gap, 1.0), bool(heavy.all()), steps)
+    return NewtonResult(u, log_value, 1.0, False, steps)
 
 
-def _decrement(w: Floats, c: Exponents) -> float:
+def _decrement(w: Floats, c: ExponentMatrix) -> float:
     """A bound on λ that allows for the residual of the linear system."""
     system, residual = c.system(w), c.columns @ w
     size, last = 0.0, 0.0
@@ -168,7 +168,7 @@ class System:
 
 
 @final
-class Exponents:
+class ExponentMatrix:
     """The matrix C, dense for few unknowns and sparse for many, and the systems with Cᵀ W C."""
 
     def __init__(self, rows: Any) -> None:

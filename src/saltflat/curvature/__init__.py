@@ -8,6 +8,7 @@ from saltflat.curvature.estimators import (
     Quantity,
     degrees_of_freedom,
     mean_error,
+    mixed,
 )
 from saltflat.curvature.loss_hessian import (
     Additivity,
@@ -44,6 +45,7 @@ __all__ = [
     "diagonal",
     "max_eigenvalue",
     "mean_error",
+    "mixed",
     "output_products",
     "output_units",
     "piecewise_linear",

@@ -31,6 +31,7 @@ FAM needs nothing: make it where the layers are made and add it to the loss in `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, final
 
@@ -43,7 +44,7 @@ from saltflat.session import RandomState
 from saltflat.training import (
     CHEAP,
     BNSharpnessSGD,
-    Monitor,
+    MonitorCallback,
     PerturbedOptimizer,
     Record,
     random_states,
@@ -61,7 +62,7 @@ _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 @final
-class SharpnessCallback(Callback):
+class SharpnessCallback(MonitorCallback, Callback):
     """Measures during training, and logs to the trainer's loggers as `saltflat/<measure>`.
 
     Parameters
@@ -85,25 +86,16 @@ class SharpnessCallback(Callback):
         data: Any,
         measures: Iterable[str | Measure] = CHEAP,
         *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
         module: str | Callable[[LightningModule], nn.Module] | None = None,
         **options: Any,
     ) -> None:
-        self._data, self._measures, self._module = data, tuple(measures), module
-        self._options = {**options, "every": every_n_epochs, "steps": every_n_steps}
-        self.monitor: Monitor | None = None
-
-    @property
-    def history(self) -> list[Record]:
-        """The records of the monitor."""
-        return [] if self.monitor is None else self.monitor.history
+        super().__init__(data, measures, **options)
+        self._module = module
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_optimizers(trainer, pl_module)
         if trainer.is_global_zero:
-            model = self._measured(pl_module)
-            self.monitor = Monitor(model, self._data, measures=self._measures, **self._options)
+            self._start(self._measured(pl_module))
         self._step = trainer.global_step
 
     def on_train_batch_end(
@@ -119,8 +111,7 @@ class SharpnessCallback(Callback):
             self._log(trainer, pl_module, record)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
+        self._stop()
 
     def _measured(self, pl_module: LightningModule) -> nn.Module:
         if self._module is None:
@@ -151,15 +142,15 @@ class SharpnessModuleMixin:
     """
 
     perturbed = False  # whether training_step runs at perturbed weights
-    _kept: tuple[tuple[list[RandomState], Any, int], ...] = ()  # the batches of the step so far
+    _micro_batches: tuple[tuple[list[RandomState], Any, int], ...] = ()  # of the step so far
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         trainer: Trainer = self.trainer  # type: ignore[attr-defined]
-        found = _perturbing(trainer.optimizers)
-        if found is not None and self.automatic_optimization:  # type: ignore[attr-defined]
+        perturbing = _perturbing(trainer.optimizers)
+        if perturbing is not None and self.automatic_optimization:  # type: ignore[attr-defined]
             first = batch_idx % trainer.accumulate_grad_batches == 0
-            this = random_states(found), batch, batch_idx
-            self._kept = (*(() if first else self._kept), this)
+            this = random_states(perturbing), batch, batch_idx
+            self._micro_batches = (*(() if first else self._micro_batches), this)
         result: int | None = super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         return result
 
@@ -170,31 +161,37 @@ class SharpnessModuleMixin:
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
-        found = _perturbing([optimizer.optimizer])
-        if found is not None:
+        perturbing = _perturbing([optimizer.optimizer])
+        if perturbing is not None:
             _check_optimizers(self.trainer, self)  # type: ignore[attr-defined]
-            kept, self._kept = self._kept, ()
-            if not kept or kept[-1][2] != batch_idx:
+            micro_batches, self._micro_batches = self._micro_batches, ()
+            if not micro_batches or micro_batches[-1][2] != batch_idx:
                 raise InvalidValue(
                     "SharpnessModuleMixin did not see this batch. A method on_train_batch_start of "
                     "your own must call super().on_train_batch_start(batch, batch_idx)."
                 )
-            passes = _Passes(self, found, optimizer_closure, kept)
+            passes = _Passes(self, perturbing, optimizer_closure, micro_batches)
             optimizer_closure = passes if passes.scaler is None else passes.all_of_them
-            found.closure_accumulates = True
+            perturbing.closure_accumulates = True
         super().optimizer_step(  # type: ignore[misc]
             epoch, batch_idx, optimizer, optimizer_closure
         )
 
 
 @final
+@dataclass
 class _Passes:
     """The closure of a step: first Lightning's own, then all micro-batches of the step again."""
 
-    def __init__(self, module: Any, optimizer: PerturbedOptimizer, closure: Any, kept: Any) -> None:
-        self.module, self.optimizer, self.closure, self.kept = module, optimizer, closure, kept
-        self.scaler = getattr(module.trainer.precision_plugin, "scaler", None)
-        self._first = True
+    module: Any
+    optimizer: PerturbedOptimizer
+    closure: Any
+    micro_batches: Any
+    _first: bool = True
+
+    @property
+    def scaler(self) -> Any:
+        return getattr(self.module.trainer.precision_plugin, "scaler", None)
 
     def __call__(self) -> Any:
         if self._first:
@@ -202,7 +199,7 @@ class _Passes:
             return self.closure()
         self.module.perturbed = True
         try:
-            for states, batch, index in self.kept:
+            for states, batch, index in self.micro_batches:
                 if self.optimizer.same_randomness:
                     for state in states:
                         state.restore()
@@ -228,8 +225,7 @@ class _Passes:
 
 
 def _perturbing(optimizers: Iterable[Optimizer]) -> PerturbedOptimizer | None:
-    found = [each for each in optimizers if isinstance(each, PerturbedOptimizer)]
-    return found[0] if found else None
+    return next((each for each in optimizers if isinstance(each, PerturbedOptimizer)), None)
 
 
 def _check_optimizers(trainer: Any, pl_module: Any) -> None:

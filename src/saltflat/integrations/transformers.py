@@ -15,7 +15,7 @@ For a trainer class of your own: `class MyTrainer(SharpnessTrainerMixin, ThatTra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
-from saltflat.measures import Measure
-from saltflat.training import CHEAP, FAM, Monitor, PerturbedOptimizer, Record
+from saltflat.training import FAM, MonitorCallback, PerturbedOptimizer, Record
 
 try:
     # The submodules: the package itself makes up names whose own imports fail.
@@ -40,7 +39,7 @@ except ImportError as error:
 
 
 @final
-class SharpnessTrainerCallback(TrainerCallback):
+class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
     """Measures during training, and logs as `saltflat/<measure>`.
 
     Parameters
@@ -56,24 +55,7 @@ class SharpnessTrainerCallback(TrainerCallback):
     as `saltflat/skipped`. On several ranks the first one measures.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        measures: Iterable[str | Measure] = CHEAP,
-        *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        self._data, self._measures = data, tuple(measures)
-        self._options = {**options, "every": every_n_epochs, "steps": every_n_steps}
-        self._trainer: Any = None
-        self.monitor: Monitor | None = None
-
-    @property
-    def history(self) -> list[Record]:
-        """The records of the monitor."""
-        return [] if self.monitor is None else self.monitor.history
+    _trainer: Any = None
 
     def attach(self, trainer: Any) -> None:
         """Log through this trainer."""
@@ -81,9 +63,7 @@ class SharpnessTrainerCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.monitor = Monitor(
-                kwargs["model"], self._data, measures=self._measures, **self._options
-            )
+            self._start(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.monitor is not None:
@@ -95,8 +75,7 @@ class SharpnessTrainerCallback(TrainerCallback):
             self._log(state, control, record)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
+        self._stop()
 
     def _log(self, state: Any, control: Any, record: Record | None) -> None:
         if record is None:
@@ -145,7 +124,7 @@ class SharpnessTrainerMixin:
         if fam is not None and not isinstance(fam, FAM):
             raise InvalidType(f"fam must be a saltflat FAM. Got {type(fam).__name__}.")
         self._perturb, self.fam = perturb, fam
-        self._kept: list[tuple[dict[str, Any], Any]] = []  # the micro-batches of the step so far
+        self._micro_batches: list[tuple[dict[str, Any], Any]] = []  # of the step so far
         super().__init__(*arguments, **options)
         mine: Any = self
         if fam is not None:
@@ -160,7 +139,7 @@ class SharpnessTrainerMixin:
                 callback.attach(self)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._kept = []  # a run may have stopped within a step
+        self._micro_batches = []  # a run may have stopped within a step
         return super().train(*arguments, **options)  # type: ignore[misc]
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
@@ -200,21 +179,21 @@ class SharpnessTrainerMixin:
                 f"{type(optimizer).__name__} needs whole gradients on every rank. Got "
                 f"{'DeepSpeed' if mine.is_deepspeed_enabled else 'FSDP'}; use DDP."
             )
-        self._kept.append((dict(inputs), (arguments, options)))
+        self._micro_batches.append((dict(inputs), (arguments, options)))
         loss = step(model, inputs, *arguments, **options)
         if mine.accelerator.sync_gradients:
-            kept, self._kept = self._kept, []
-            self._perturbed_passes(optimizer, model, step, kept)
+            micro_batches, self._micro_batches = self._micro_batches, []
+            self._perturbed_passes(optimizer, model, step, micro_batches)
         return loss
 
     def _perturbed_passes(
-        self, optimizer: PerturbedOptimizer, model: Any, step: Any, kept: list[Any]
+        self, optimizer: PerturbedOptimizer, model: Any, step: Any, micro_batches: list[Any]
     ) -> None:
         accelerator = self.accelerator  # type: ignore[attr-defined]
         try:
             while optimizer.perturb(accelerator.scaler):
-                for index, (inputs, (arguments, options)) in enumerate(kept, start=1):
-                    last = index == len(kept)
+                for index, (inputs, (arguments, options)) in enumerate(micro_batches, start=1):
+                    last = index == len(micro_batches)
                     with nullcontext() if last else accelerator.no_sync(model=model):
                         step(model, dict(inputs), *arguments, **options)
         except BaseException:

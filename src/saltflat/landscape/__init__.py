@@ -12,7 +12,7 @@ from saltflat.landscape.neighbourhoods import (
     gaussian,
     near_rounding,
 )
-from saltflat.landscape.spheres import Partition, Spheres, at_least_tiny
+from saltflat.landscape.spheres import Filters, Spheres, at_least_tiny
 from saltflat.landscape.surfaces import BatchLandscape, Landscape, shifted
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "BatchLandscape",
     "BatchStatistics",
     "Feeds",
+    "Filters",
     "Landscape",
     "Neighbourhood",
-    "Partition",
     "Point",
     "Region",
     "Spheres",

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import DataError
+from saltflat.landscape.spheres import Filters
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
@@ -112,19 +113,17 @@ class Feeds(TorchFunctionMode):
     changes nothing, whatever its bias.
     """
 
-    def __init__(
-        self, units: Mapping[str, int], parameters: Mapping[str, Tensor], *, training: bool = False
-    ) -> None:
-        """`units`: how many a weight has. `training`: running statistics do not count."""
+    def __init__(self, filters: Mapping[str, Filters], *, training: bool = False) -> None:
+        """`filters`: of every weight. `training`: running statistics do not count."""
         super().__init__()
         self.training = training
         self.paused = False  # while something runs whose own calls do not count
         self.ranges: dict[str, range] = {}  # parameter -> the numbers of its units
         self.weights: dict[int, range] = {}  # the same by the id of the parameter
         count = 1  # 0: not the output of a layer
-        for name, size in units.items():
-            self.ranges[name] = self.weights[id(parameters[name])] = range(count, count + size)
-            count += size
+        for name, f in filters.items():
+            self.ranges[name] = self.weights[id(f.weight)] = range(count, count + f.count)
+            count += f.count
         self.fed = torch.zeros(count, dtype=torch.bool)
         self.elsewhere = torch.zeros(count, dtype=torch.bool)
         self.numbers: dict[int, Tensor] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,24 +10,54 @@ from typing import final
 import torch
 from torch import Tensor
 
+from saltflat.geometry import Matrix
 from saltflat.vectors import Vector, together, total_norm
 
 
-class Partition(ABC):
-    """How the entries of one weight fall into filters, and which of these have their own spheres.
+@final
+@dataclass(frozen=True)
+class Filters:
+    """The filters of a weight, each of which makes one output unit.
 
-    Numbers of filters are in a shape that broadcasts against the weight.
+    `fed` marks those that have spheres of their own; None: all of them. Numbers of filters are in a
+    shape that broadcasts against the weight.
     """
 
-    own: Tensor | None = None  # marks the filters that have spheres; None: all of them
+    weight: Tensor
+    matrix: Matrix
+    fed: Tensor | None = None
 
-    @abstractmethod
+    @property
+    def count(self) -> int:
+        groups = self.matrix.groups if self.matrix.out == 1 else 1
+        return self.weight.shape[self.matrix.out] * groups
+
+    @cached_property
+    def own(self) -> Tensor | None:
+        return None if self.fed is None else self.spread(self.fed.to(self.weight.device))
+
     def sums(self, entries: Tensor) -> Tensor:
         """Sums over every filter."""
+        return self.spread(self.matrix.rows(entries))
 
-    @abstractmethod
     def norms(self, entries: Tensor) -> Tensor:
         """The length of every filter."""
+        grouped = self.matrix.grouped(entries)
+        return self.spread(torch.linalg.vector_norm(grouped, dim=(2, 3)).flatten())
+
+    def zeros(self) -> int:
+        """How many filters with spheres are zero, and so have no direction."""
+        zero = self.matrix.rows(self.weight.abs()) == 0
+        return int(zero[... if self.fed is None else self.fed.to(zero.device)].sum())
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One number a filter, laid out so that it multiplies the weight."""
+        kernel = [1] * (self.weight.ndim - 2)
+        if self.matrix.out == 0:
+            return values.view(-1, 1, *kernel)
+        grouped = values.view(self.matrix.groups, 1, -1)
+        inputs = self.weight.shape[0] // self.matrix.groups
+        return grouped.expand(-1, inputs, -1).reshape(self.weight.shape[0], -1, *kernel)
 
 
 @final
@@ -36,12 +65,12 @@ class Partition(ABC):
 class Spheres:
     """φ(θ): ‖v_i‖ = ‖θ_i‖ for every filter i, one joint unit sphere for all other entries.
 
-    Yi et al. 2019, definition 3.1. `filters` holds the partition of every parameter, or None where
-    it has no filters with spheres. Directions are kept as unit vectors u_i.
+    Yi et al. 2019, definition 3.1. `filters` holds those of every parameter, or None where it has
+    none with spheres. Directions are kept as unit vectors u_i.
     """
 
     parameters: Vector
-    filters: Sequence[Partition | None]
+    filters: Sequence[Filters | None]
 
     @cached_property
     def radii(self) -> list[Tensor]:
@@ -96,7 +125,7 @@ class Spheres:
         return result
 
 
-def _where(filters: Partition | None, numbers: Tensor, rest: Tensor) -> Tensor:
+def _where(filters: Filters | None, numbers: Tensor, rest: Tensor) -> Tensor:
     if filters is None or filters.own is None:
         return numbers
     return torch.where(filters.own, numbers, rest)

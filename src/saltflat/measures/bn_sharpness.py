@@ -16,7 +16,7 @@ from saltflat.errors import NotApplicable
 from saltflat.landscape import (
     BatchLandscape,
     Feeds,
-    Partition,
+    Filters,
     Point,
     Region,
     Spheres,
@@ -154,8 +154,8 @@ def _two_sided(nodes: int) -> list[tuple[float, float]]:
 def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
     few = next(risk.batches()).part(0, 2)
-    units = {layer.parameter: layer.matrix.rows(layer.weight).numel() for layer in layers}
-    feeds = Feeds(units, risk.parameters)
+    parameters = risk.parameters
+    feeds = Feeds({x.parameter: Filters(parameters[x.parameter], x.matrix) for x in layers})
     with feeds:  # gradients on: without them some modules take a path that cannot be watched
         outputs = risk.forward(few)
     feeds.use(outputs)
@@ -167,57 +167,32 @@ class Directions(Region):
     """The directions v on the spheres of all units in `fed`, by parameter name."""
 
     def __init__(self, layers: Sequence[Layer], fed: Mapping[str, Tensor]) -> None:
-        self.units = {layer.parameter: _Units(layer, fed[layer.parameter]) for layer in layers}
-        own = [layer.weight.double() for layer in layers]
-        self.spheres = Spheres(own, list(self.units.values()))
+        self.filters = {
+            layer.parameter: Filters(layer.weight.double(), layer.matrix, fed[layer.parameter])
+            for layer in layers
+        }
+        own = [f.weight for f in self.filters.values()]
+        self.spheres = Spheres(own, list(self.filters.values()))
 
     def farthest(self, direction: Mapping[str, Tensor]) -> Point:
         """Each part of `direction` brought to the length of its sphere.
 
         Where a part vanishes, all of its sphere is as far: the direction of θ is taken there.
         """
-        vector = [direction[name] for name in self.units]
+        vector = [direction[name] for name in self.filters]
         parts = zip(vector, self.spheres.parameters, self.spheres.lengths(vector), strict=True)
         units = self.spheres.units([torch.where(n == 0, own, t) for t, own, n in parts])
         lengthened = [r * u for r, u in zip(self.spheres.radii, units, strict=True)]
-        return dict(zip(self.units, lengthened, strict=True))
+        return dict(zip(self.filters, lengthened, strict=True))
 
     def nearest(self, point: Point) -> Point:
         return self.farthest(point)
 
     def slope(self, gradient: Mapping[str, Tensor]) -> float:
         """The largest ⟨g, v⟩."""
-        vector = [gradient[name] for name in self.units]
+        vector = [gradient[name] for name in self.filters]
         return float(self.spheres.slope(vector, self.spheres.units(vector)))
 
     def zeros(self) -> int:
         """How many units that feed BatchNorm are zero, and so have no direction."""
-        return sum(units.zeros() for units in self.units.values())
-
-
-@final
-class _Units(Partition):
-    """The output units of a layer; those in `fed` have spheres of their own."""
-
-    def __init__(self, layer: Layer, fed: Tensor) -> None:
-        self.layer, self.fed = layer, fed.to(layer.weight.device)
-        self.own = per_unit(layer, self.fed)
-
-    def sums(self, entries: Tensor) -> Tensor:
-        return per_unit(self.layer, self.layer.matrix.rows(entries))
-
-    def norms(self, entries: Tensor) -> Tensor:
-        return self.sums(entries.square()).sqrt()
-
-    def zeros(self) -> int:
-        return int((self.layer.matrix.rows(self.layer.weight.abs()) == 0)[self.fed].sum())
-
-
-def per_unit(layer: Layer, values: Tensor) -> Tensor:
-    """One number an output unit, laid out so that it multiplies the layer's weight."""
-    kernel = [1] * (layer.weight.ndim - 2)
-    if layer.matrix.out == 0:
-        return values.view(-1, 1, *kernel)
-    inputs = layer.weight.shape[0] // layer.matrix.groups
-    grouped = values.view(layer.matrix.groups, 1, -1)
-    return grouped.expand(-1, inputs, -1).reshape(layer.weight.shape[0], -1, *kernel)
+        return sum(f.zeros() for f in self.filters.values())

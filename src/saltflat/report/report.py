@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -80,7 +81,7 @@ class Report(Mapping[str, Measurement]):
             raise InvalidValue(f"{path} is a damaged report: {error!r}.") from error
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row a measure."""
+        """One row a measure; one that was skipped has the value NaN, and says why."""
         try:
             import pandas
         except ImportError as error:
@@ -101,6 +102,8 @@ class Report(Mapping[str, Measurement]):
             }
             for m in self.values()
         ]
+        for name, reason in self.skipped.items():
+            rows.append({"measure": name, "value": math.nan, "skipped": reason})
         return pandas.DataFrame(rows).set_index("measure")
 
     def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Comparison:

@@ -55,11 +55,8 @@ class Assembly:
         terms, factors = self.scales.definitions()
         terms = self.scales.find(terms)
         relations = [(self.scales.find(ids), f) for ids, f in self.scales.relations]
-        self.ids = {
-            **{n: self.scales.find(i) for n, i in propagation.parameters.items()},
-            **{n: self.scales.find(i) for n, i in propagation.means.items()},
-            **{n: self.scales.find(i) for n, i in propagation.deviations.items()},
-        }
+        own = {**propagation.parameters, **propagation.means, **propagation.deviations}
+        self.ids = {n: self.scales.find(i) for n, i in own.items()}
         self.soft = [(label, self.scales.find(i)) for label, i in self.scales.soft]
         self.bilinear = [self.scales.find(i).flatten() for i in self.scales.bilinear]
         self._number([terms, *[i for i, _ in relations], *self.ids.values()])
@@ -83,16 +80,7 @@ class Assembly:
         """Derived variables in terms of the others: D = T + S D, S strictly lower triangular."""
         direct = self._plain(terms, factors)
         self.derived = direct
-        nested = terms >= DERIVED
-        if not nested.any():
-            return
-        row, _ = nested.nonzero(as_tuple=True)
-        size = len(terms)
-        step = coo_matrix(
-            (factors[nested].numpy(), (row.numpy(), (terms[nested] - DERIVED).numpy())),
-            shape=(size, size),
-        ).tocsr()
-        carried = direct
+        step, carried = self._nested(terms, factors), direct
         while carried.nnz:
             carried = step @ carried
             self.derived = self.derived + carried
@@ -107,11 +95,14 @@ class Assembly:
 
     def _combination(self, ids: Tensor, factors: Tensor) -> csr_matrix:
         """Rows `Σ_j factors[r, j] · ids[r, j]`, combinations of variables included."""
+        return self._plain(ids, factors) + self._nested(ids, factors) @ self.derived
+
+    def _nested(self, ids: Tensor, factors: Tensor) -> csr_matrix:
+        """Rows `Σ_j factors[r, j] · ids[r, j]` over the terms that are combinations."""
         nested = ids >= DERIVED
         row, _ = nested.nonzero(as_tuple=True)
         entries = factors[nested].numpy(), (row.numpy(), (ids[nested] - DERIVED).numpy())
-        pick = coo_matrix(entries, shape=(len(ids), self.derived.shape[0])).tocsr()
-        return self._plain(ids, factors) + pick @ self.derived
+        return coo_matrix(entries, shape=(len(ids), self.derived.shape[0])).tocsr()
 
     def rows(self, ids: Tensor) -> csr_matrix:
         return self._combination(ids[:, None], torch.ones(len(ids), 1, dtype=torch.float64))
@@ -127,7 +118,7 @@ class Assembly:
             means={n: classes[n] for n in propagation.means},
             deviations={n: classes[n] for n in propagation.deviations},
             matrix=(self.rows(members) @ solution).tocsr(),
-            units=[self._unit(v) for v in _first_rows(solution)],
+            units=[self._unit(v) for v in first_rows(solution)],
             scales=solution,
             places=self.places,
             bilinear=self._bilinear(),
@@ -183,10 +174,10 @@ class Assembly:
         late[np.unique(pinned.nonzero()[1])] = True
         solution = null_space(self.equations.tocsr(), late)
         columns = independent(pinned @ solution)
-        return [self._unit(v) for v in _first_rows(solution[:, columns])]
+        return [self._unit(v) for v in first_rows(solution[:, columns])]
 
 
-def _first_rows(matrix: csr_matrix) -> list[int]:
+def first_rows(matrix: csr_matrix) -> list[int]:
     """The first non-zero row of each column."""
     columns = matrix.tocsc()
     columns.sort_indices()

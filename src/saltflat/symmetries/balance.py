@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from math import inf
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
+from saltflat.checks import check_options
 from saltflat.convex import Minimum, minimise
 from saltflat.curvature import diagonal as curvature_diagonal
 from saltflat.errors import NegativeCurvature
@@ -205,6 +207,7 @@ class _Masses:
 
 def balanced(group: Group, model: nn.Module, data: Any, *args: Any, **options: Any) -> nn.Module:
     """The model at the least trace over the group, as a copy."""
+    check_options("balance", options, signature(curvature_diagonal).parameters)
     diagonal = curvature_diagonal(model, data, *args, **options)
     noise = {n: d.stderr for n, d in diagonal.details.items() if isinstance(d.stderr, Tensor)}
     least = least_trace(group, diagonal, noise, diagonal.degrees)

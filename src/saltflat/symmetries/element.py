@@ -41,8 +41,9 @@ class Exponents:
     floors: Mapping[int, float] = field(default_factory=dict)
     uncopied: str = ""
 
-    def with_matrix(self, matrix: csr_matrix) -> Exponents:
-        return replace(self, matrix=matrix.tocsr())
+    def all_classes(self) -> dict[str, Tensor]:
+        """Those of parameters and of statistics."""
+        return {**self.classes, **self.means, **self.deviations}
 
     def element(self, u: Tensor) -> Element:
         """The element, clipped where a running variance would become negative."""
@@ -93,36 +94,30 @@ class Element:
 
     def moved(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """What becomes of those of the tensors that move, one by one, in float64."""
-        e = self.exponents
-        factors = self._factors()
-        moving = np.diff(e.matrix.indptr) > 0
-        for name, classes in e.classes.items():
-            if bool(moving[classes.numpy()].any()):
-                value = tensors[name]
-                yield name, value.double() * factors[classes].to(value.device)
-        for name, classes in e.means.items():
-            value = tensors[name]
-            yield name, value.double() * factors[classes].to(value.device)
-        for name, eps in e.eps.items():
-            value = tensors[name]
-            variance = _variance(value, eps, factors[e.deviations[name]].to(value.device))
-            # Rounding may leave less than nothing of a variance that was clipped.
-            yield name, variance.clamp(min=0)
-
-    def _factors(self) -> Tensor:
-        """The factor of every class."""
-        return torch.from_numpy(np.exp(self.exponents.matrix @ self.logs.numpy()))
+        for name, factor in self._factors():
+            value = tensors[name].double()
+            if name in self.exponents.eps:
+                # Rounding may leave less than nothing of a variance that was clipped.
+                yield name, self._variance(name, value, factor).clamp(min=0)
+            else:
+                yield name, value * factor.to(value.device)
 
     def factors(self) -> dict[str, Tensor]:
         """The factor of every entry of parameters and means, and of √(var + eps)."""
+        return dict(self._factors())
+
+    def _factors(self) -> Iterator[tuple[str, Tensor]]:
         e = self.exponents
-        factor = self._factors()
+        factor = torch.from_numpy(np.exp(e.matrix @ self.logs.numpy()))
         moving = np.diff(e.matrix.indptr) > 0
-        return {
-            name: factor[c]
-            for name, c in (*e.classes.items(), *e.means.items(), *e.deviations.items())
-            if name in e.means or name in e.deviations or bool(moving[c.numpy()].any())
-        }
+        for name, classes in e.all_classes().items():
+            if name not in e.classes or bool(moving[classes.numpy()].any()):
+                yield name, factor[classes]
+
+    def _variance(self, name: str, var: Tensor, factor: Tensor) -> Tensor:
+        """var' with √(var' + eps) = factor · √(var + eps)."""
+        eps = self.exponents.eps[name]
+        return factor.to(var.device) ** 2 * (var.double() + eps) - eps
 
     def inverse(self) -> Element:
         """The element that undoes this one."""
@@ -131,7 +126,7 @@ class Element:
     def _check(self, model: nn.Module) -> None:
         e = self.exponents
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, classes in (*e.classes.items(), *e.means.items(), *e.deviations.items()):
+        for name, classes in e.all_classes().items():
             if name not in tensors or tensors[name].shape != classes.shape:
                 raise ModelError(
                     f"The model is not the one that the group was found for: it has no {name!r} "
@@ -139,8 +134,7 @@ class Element:
                 )
         factors = self.factors()
         for name, eps in e.eps.items():
-            var = tensors[name]
-            if bool((_variance(var, eps, factors[name].to(var.device)) < -1e-12 * eps).any()):
+            if bool((self._variance(name, tensors[name], factors[name]) < -1e-12 * eps).any()):
                 raise ModelError(
                     f"The running variance {name!r} would become negative: the group was found "
                     "for other statistics. Find the group of this model."
@@ -169,8 +163,3 @@ def duplicate(model: nn.Module) -> nn.Module:
     for before, p in zip(model.parameters(), copied.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
     return copied
-
-
-def _variance(var: Tensor, eps: float, factor: Tensor) -> Tensor:
-    """var' with √(var' + eps) = factor · √(var + eps)."""
-    return factor**2 * (var.double() + eps) - eps

@@ -23,6 +23,7 @@ from saltflat.errors import ModelError, SaltflatError
 from saltflat.risk import logits, unwrap
 from saltflat.session import RandomState, lend
 from saltflat.symmetries.element import Element, duplicate
+from saltflat.symmetries.example import arguments
 from saltflat.symmetries.group import Group
 
 Output = Callable[[Any], Any]
@@ -62,15 +63,9 @@ class Widen(TorchDispatchMode):
 
 
 def run(model: nn.Module, example: Any) -> Any:
-    """The model on an example: a tensor, a tuple of arguments or a dict of them."""
-    args, kwargs = split(example)
+    """The model on inputs."""
+    args, kwargs = arguments(example)
     return model(*args, **kwargs)
-
-
-def split(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 def widened(example: Any) -> Any:
@@ -143,10 +138,9 @@ class Evaluation:
         self._random.restore()
 
     def _call(self) -> Any:
-        args, kwargs = split(self.example)
         if not self._replaced:
-            return self.model(*args, **kwargs)
-        return functional_call(self.model, self._tensors, args, kwargs)
+            return run(self.model, self.example)
+        return functional_call(self.model, self._tensors, *arguments(self.example))
 
     def _takes_others(self, values: Mapping[str, Tensor] | None) -> bool:
         """Whether the model computes with the tensors that it is called with, and no others.

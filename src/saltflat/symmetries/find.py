@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.risk import check_finite, check_parameters, logits, unwrap
-from saltflat.session import RandomState, lend
+from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.element import Exponents, duplicate
-from saltflat.symmetries.evaluate import check_copy, confirm, memory, split
+from saltflat.symmetries.evaluate import check_copy, confirm, evaluation, memory
+from saltflat.symmetries.example import arguments, inputs_of
 from saltflat.symmetries.group import Generator, Group, Kind
 from saltflat.symmetries.liveness import liveness
 from saltflat.symmetries.propagate import RULES, Propagation
@@ -29,6 +28,7 @@ def symmetries(
     *,
     output: Callable[[Any], Any] | None = None,
     parameters: str = "all",
+    unpack: Unpack | None = None,
 ) -> Group:
     """Find all positive rescalings of a model's parameters that leave its function unchanged.
 
@@ -42,13 +42,17 @@ def symmetries(
     Parameters
     ----------
     model : any `torch.nn.Module`; it is left as it was found.
-    example : inputs only: a tensor for `model(x)`, a tuple for `model(*x)`, a dict for
-        `model(**x)`. Use sequences of two tokens or more: on one token position encodings are
-        not seen.
+    example : inputs, a tensor for `model(x)`, a tuple for `model(*x)`, a dict for `model(**x)`; or
+        data as in `measure`, of which the first samples are taken. A tuple (a, b), or a dict with
+        `labels`, is inputs where the signature of `forward` takes it, and inputs with targets
+        otherwise; `[(a, b)]` is always data. Use sequences of two tokens or more: on one token
+        position encodings are not seen.
     output : chooses the tensors that count as the answer, as elsewhere.
     parameters : "all", or "trainable" to keep frozen parameters where they are.
+    unpack : splits an item of the data, as elsewhere.
     """
     inner, movable = _checked(model, parameters)
+    example = inputs_of(inner, example, unpack, movable)
     answer = output or logits
     tape = _trace(inner, example, answer)
     named = dict(inner.named_parameters())
@@ -68,8 +72,6 @@ def symmetries(
 
 def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
     """The module inside wrappers, and the names of the parameters that may move."""
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     if parameters not in ("all", "trainable"):
         raise InvalidValue(f"parameters must be 'all' or 'trainable'. Got {parameters!r}.")
     inner = unwrap(model)
@@ -85,29 +87,20 @@ def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
 
 
 def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape:
-    args, kwargs = split(example)
-    state = RandomState(None, _device(model))
-    everything = {id(p) for p in model.parameters()}
     try:
-        with lend(model, everything, None):
-            return record(Answer(model, output), args, kwargs, RULES)
+        with evaluation(model, example, output, wide=False, differentiable=True):
+            return record(Answer(model, output), *arguments(example), RULES)
     except TypeError as error:
         raise InvalidType(
-            "The model cannot be run on the example, which is inputs only: a tensor for model(x), "
-            f"a tuple for model(*x) or a dict for model(**x). Got {type(example).__name__}; the "
+            "The model cannot be run on the inputs: a tensor for model(x), a tuple for model(*x) "
+            f"or a dict for model(**x). Got {type(example).__name__}; the "
             f"model said: {error}"
         ) from error
-    finally:
-        state.restore()
 
 
 def _can_move(p: nn.Parameter) -> bool:
     lazy = isinstance(p, nn.parameter.UninitializedParameter)
     return lazy or p.is_floating_point()
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _shared(tape: Tape, named: dict[str, nn.Parameter]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final, get_args
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Symmetry
 from saltflat.printing import plain_text
-from saltflat.symmetries.assemble import uniform
+from saltflat.symmetries.assemble import first_rows, uniform
 from saltflat.symmetries.balance import balanced
 from saltflat.symmetries.element import Element, Exponents
 
@@ -96,7 +96,11 @@ class Group:
         if kind not in KINDS:
             raise InvalidValue(f"kind must be one of {', '.join(KINDS)}. Got {kind!r}.")
         if kind == "layer":
-            return self._combined(uniform(self._scales, self._places))
+            combination = uniform(self._scales, self._places)
+            scales = self._scales @ combination
+            labels = [self._labels[place] for place in self._places[first_rows(scales)]]
+            generators = tuple(Generator(label, None, "layer") for label in labels)
+            return self._replaced(generators, self._exponents.matrix @ combination, scales)
         columns = np.flatnonzero([g.kind == kind for g in self.generators])
         return self._replaced(
             tuple(self.generators[i] for i in columns),
@@ -104,27 +108,11 @@ class Group:
             self._scales[:, columns],
         )
 
-    def _combined(self, combination: csr_matrix) -> Group:
-        scales = (self._scales @ combination).tocsc()
-        scales.sort_indices()
-        places = [self._places[scales.indices[start]] for start in scales.indptr[:-1]]
-        generators = tuple(Generator(self._labels[p], None, "layer") for p in places)
-        return self._replaced(generators, self._exponents.matrix @ combination, scales)
-
     def _replaced(
         self, generators: tuple[Generator, ...], matrix: csr_matrix, scales: csr_matrix
     ) -> Group:
-        return Group(
-            generators,
-            self.dead,
-            self.approximate,
-            self.pinned_by,
-            self._exponents.with_matrix(matrix),
-            scales.tocsr(),
-            self._places,
-            self._labels,
-            self.notes,
-        )
+        exponents = replace(self._exponents, matrix=matrix.tocsr())
+        return replace(self, generators=generators, _exponents=exponents, _scales=scales.tocsr())
 
     # Elements.
 
@@ -142,17 +130,17 @@ class Group:
         """An element whose factors are drawn log-uniformly from [1/spread, spread]."""
         if not (math.isfinite(spread) and spread >= 1):
             raise InvalidValue(f"spread must be a finite number ≥ 1. Got {spread}.")
-        generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(len(self), generator=generator, dtype=torch.float64)
-        return self.element((2 * draws - 1) * math.log(spread))
+        return self.element((2 * self._draws(seed) - 1) * math.log(spread))
 
     def uniform(self, seed: int = 0, low: float = 5.0, high: float = 25.0) -> Element:
         """Factors drawn uniformly from [low, high], as in Petzka et al. (2019), section 3."""
         if not 0 < low <= high < math.inf:
             raise InvalidValue(f"The factors must have 0 < low ≤ high. Got {low} and {high}.")
+        return self.element((low + (high - low) * self._draws(seed)).log())
+
+    def _draws(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(len(self), generator=generator, dtype=torch.float64)
-        return self.element((low + (high - low) * draws).log())
+        return torch.rand(len(self), generator=generator, dtype=torch.float64)
 
     def alpha_scaling(self, alphas: Mapping[str, float]) -> Element:
         """The layer-wise element that multiplies the weight `name` by `alphas[name]`.

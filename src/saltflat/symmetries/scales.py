@@ -303,15 +303,10 @@ class Scales:
 
     def relate(self, rows: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:
         """`Σ_j factor_j · s_{rows_j} = 0` for corresponding entries of all `rows`."""
-        table = self.find(torch.stack(torch.broadcast_tensors(*rows)).flatten(1))
-        weights = torch.stack(
-            torch.broadcast_tensors(
-                *[
-                    torch.as_tensor(f, dtype=torch.float64).expand(r.shape)
-                    for f, r in zip(factors, rows, strict=True)
-                ]
-            )
-        ).flatten(1)
+        shape = torch.broadcast_shapes(*[r.shape for r in rows])
+        table = self.find(torch.stack([r.expand(shape) for r in rows]).flatten(1))
+        numbers = [torch.as_tensor(f, dtype=torch.float64) for f in factors]
+        weights = torch.stack([f.expand(shape) for f in numbers]).flatten(1)
         present = (table != ANY).all(0)
         self.touch(table[:, present].flatten())
         self.idle.append(torch.unique(table[:, ~present]))

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from scipy.sparse import coo_matrix, csr_matrix, identity
+from scipy.sparse import coo_matrix, csr_matrix, diags, identity
 from scipy.sparse.csgraph import connected_components
 
 Array = np.ndarray[Any, Any]
@@ -160,9 +160,8 @@ def independent(columns: csr_matrix) -> Array:
         if len(pivots) == 0:
             break
         left[pivots] = False
-        keep = np.ones(matrix.shape[1])
-        keep[pivots] = 0
-        matrix = _scaled(matrix, keep)
+        matrix = matrix @ diags(left.astype(float), format="csr")
+        matrix.eliminate_zeros()
     basis = ~left
     rest = np.flatnonzero(left & (np.asarray(abs(matrix).sum(0)).ravel() > 0))
     if len(rest):
@@ -170,11 +169,3 @@ def independent(columns: csr_matrix) -> Array:
         part = _clean(matrix[:, rest])
         basis[rest[_eliminate(part, np.zeros(len(rest), bool))[1]]] = True
     return np.flatnonzero(basis)
-
-
-def _scaled(matrix: csr_matrix, columns: Array) -> csr_matrix:
-    out = matrix @ coo_matrix(
-        (columns, (np.arange(len(columns)), np.arange(len(columns)))), shape=(len(columns),) * 2
-    )
-    out.eliminate_zeros()
-    return out.tocsr()

@@ -176,7 +176,7 @@ def _exported(program: Any, answer: Answer) -> Tape:
         if node.op == "placeholder":
             tensor: Any = None
             if node.name in targets:
-                tensor = _attribute(answer, targets[node.name])
+                tensor = operator.attrgetter(targets[node.name])(answer)
             elif node.name in constants:
                 tensor = program.constants[constants[node.name]]
             meta = node.meta.get("val")
@@ -195,11 +195,6 @@ def _exported(program: Any, answer: Answer) -> Tape:
     return tape
 
 
-def _attribute(root: nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(root.get_submodule(owner), name)
-
-
 def _slot(tensor: Tensor) -> Slot:
     return Slot(tuple(tensor.shape), tensor.dtype)
 
@@ -215,7 +210,7 @@ def _call(tape: Tape, node: Any, env: dict[Any, Any]) -> Any:
 
 
 @final
-class _Recorder(TorchDispatchMode):
+class _TapeWriter(TorchDispatchMode):
     """Writes every operation down, decomposed as far as the exporter would."""
 
     def __init__(self, tape: Tape, names: _Names) -> None:
@@ -262,17 +257,17 @@ def _recorded(
     module: nn.Module, names: _Names, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tape:
     tape = Tape()
-    recorder = _Recorder(tape, names)
+    writer = _TapeWriter(tape, names)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for leaf in tree_leaves((args, kwargs)):
-        recorder.new(leaf)
+        writer.new(leaf)
 
     def run(state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         return torch.func.functional_call(module, state, args, kwargs)
 
-    # The recorder sees what functionalisation makes of in-place operations.
-    with recorder:
+    # The writer sees what functionalisation makes of in-place operations.
+    with writer:
         results = torch.func.functionalize(run)(state, args, kwargs)
     answers = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
-    tape.answers = [recorder.ref(t) for t in answers]
+    tape.answers = [writer.ref(t) for t in answers]
     return tape

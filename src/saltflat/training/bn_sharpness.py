@@ -16,51 +16,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from saltflat.checks import check_number
-from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
-from saltflat.landscape import Feeds, Partition, Spheres, at_least_tiny
+from saltflat.checks import check_integer, check_number
+from saltflat.errors import InvalidValue, ModelError, nearest
+from saltflat.geometry import Matrix
+from saltflat.landscape import Feeds, Filters, Spheres, at_least_tiny
 from saltflat.risk import unwrap
 from saltflat.symmetries import Group, symmetries
 from saltflat.training.perturbing import Closure, Listener, PerturbedOptimizer, Walk
 from saltflat.vectors import Vector, copies, put, scale, total_norm
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Filters(Partition):
-    """The weight `name` whose slices along `axis` are filters that feed BatchNorm.
+class FedWeight:
+    """The weight `name` whose filters feed BatchNorm.
 
     how : what told so, "forward pass" or "scale inference"; "named" if the user did.
     """
 
     name: str
-    parameter: Tensor
-    axis: int
+    filters: Filters
     how: str
-
-    @property
-    def count(self) -> int:
-        return self.parameter.shape[self.axis]
-
-    def sums(self, entries: Tensor) -> Tensor:
-        return entries.sum(dim=self._others(entries), keepdim=True)
-
-    def norms(self, entries: Tensor) -> Tensor:
-        dims = self._others(entries)
-        result: Tensor = torch.linalg.vector_norm(entries, dim=dims, keepdim=True)
-        return result
-
-    def _others(self, entries: Tensor) -> list[int]:
-        return [d for d in range(entries.ndim) if d != self.axis]
 
 
 @final
 class FilterSearch:
-    """Watches the first forward pass with gradients of a model; `found` is None until then.
+    """Watches the first forward pass with gradients of a model; `result` is None until then.
 
     A layer counts if its outputs go into BatchNorm with batch statistics and nowhere else: scaling
     a filter by a > 0 then changes nothing, whatever its bias.
@@ -68,7 +52,8 @@ class FilterSearch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap(model)
-        self.found: tuple[Filters, ...] | None = None
+        self.result: tuple[FedWeight, ...] | None = None
+        self._filters: dict[str, Filters] = {}
         self._feeds: Feeds | None = None
         self._opened_by: nn.Module | None = None  # the model, or what wraps it
         self._stack = ExitStack()
@@ -85,10 +70,8 @@ class FilterSearch:
                 self._feeds.normalise(args[0])
                 self._feeds.paused = True
         elif torch.is_grad_enabled() and unwrap(module) is self.model:
-            weights = _weights(self.model, "forward pass")
-            units = {name: f.count for name, f in weights.items()}
-            parameters = {name: f.parameter for name, f in weights.items()}
-            self._feeds = Feeds(units, parameters, training=True)
+            self._filters = filters_of(self.model)
+            self._feeds = Feeds(self._filters, training=True)
             self._opened_by = module
             # A compiled model hides its layers.
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -106,12 +89,12 @@ class FilterSearch:
         if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
             # Otherwise it failed, or computed nothing that can be trained.
             feeds.use(output)
-            weights = _weights(self.model, "forward pass")
-            self.found = tuple(weights[name] for name, fed in feeds.units().items() if fed.all())
+            names = [name for name, fed in feeds.units().items() if fed.all()]
+            self.result = tuple(FedWeight(n, self._filters[n], "forward pass") for n in names)
             self.close()
 
 
-def scale_free(model: nn.Module, example: Any) -> tuple[Filters, ...]:
+def scale_free(model: nn.Module, example: Any) -> tuple[FedWeight, ...]:
     """The weights each of whose filters can be scaled on its own, as scale inference finds it.
 
     A filter may be far from BatchNorm, with ReLU, pooling or dropout between, as long as its scale
@@ -130,14 +113,14 @@ def scale_free(model: nn.Module, example: Any) -> tuple[Filters, ...]:
         entries += np.bincount(each.numpy().ravel(), minlength=len(entries))
     moved = (matrix != 0).T @ entries  # by each generator
     frozen = _frozen(inner, group)
-    found = []
-    for name, f in _weights(inner, "scale inference").items():
+    result = []
+    for name, f in filters_of(inner).items():
         if name in classes:
-            units = mover[classes[name].movedim(f.axis, 0).flatten(1).numpy()]
+            units = mover[f.matrix.grouped(classes[name]).flatten(2).flatten(0, 1).numpy()]
             one = (units[:, :1] == units).all(1) & (units[:, 0] >= 0) & ~frozen[units[:, 0]]
             if (one & (moved[units[:, 0]] == units.shape[1])).all():
-                found.append(f)
-    return tuple(found)
+                result.append(FedWeight(name, f, "scale inference"))
+    return tuple(result)
 
 
 def _frozen(model: nn.Module, group: Group) -> NDArray[np.bool_]:
@@ -151,10 +134,10 @@ def _frozen(model: nn.Module, group: Group) -> NDArray[np.bool_]:
     return result
 
 
-def named_filters(model: nn.Module, names: Sequence[str]) -> tuple[Filters, ...]:
+def named_filters(model: nn.Module, names: Sequence[str]) -> tuple[FedWeight, ...]:
     """The filters of the layers with these names."""
     modules = dict(unwrap(model).named_modules())
-    found = []
+    result = []
     for name in names:
         if name not in modules:
             raise InvalidValue(f"The model has no layer {name!r}. {nearest(name, modules)}")
@@ -166,49 +149,29 @@ def named_filters(model: nn.Module, names: Sequence[str]) -> tuple[Filters, ...]
             )
         # Not `module.weight`, which a parametrization computes anew each time.
         weight = module._parameters.get("weight")
-        if weight is None or _shares_slices(module):
+        if weight is None:
             raise InvalidValue(
-                f"The filters of {name!r} are not slices of a parameter: its weight is "
-                + ("computed from others. " if weight is None else "shared by groups. ")
-                + "Leave it out of `filters`."
+                f"The filters of {name!r} are not slices of a parameter: its weight is computed "
+                "from others. Leave it out of `filters`."
             )
         full = f"{name}.weight".lstrip(".")
-        found.append(Filters(full, weight, _axis(module), "named"))
-    return tuple(found)
+        result.append(FedWeight(full, Filters(weight, _matrix(module)), "named"))
+    return tuple(result)
 
 
-def _weights(model: nn.Module, how: str) -> dict[str, Filters]:
-    """The weights of layers whose slices along an axis are filters, by name."""
+def filters_of(model: nn.Module) -> dict[str, Filters]:
+    """The filters of every layer whose weight is a parameter, by the parameter's name."""
     # Not `m.weight`, which may be computed anew each time.
     layers = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, _LAYERS)}
     return {
-        name: Filters(name, parameter, _axis(layers[id(parameter)]), how)
+        name: Filters(parameter, _matrix(layers[id(parameter)]))
         for name, parameter in model.named_parameters()
-        if id(parameter) in layers and not _shares_slices(layers[id(parameter)])
+        if id(parameter) in layers
     }
 
 
-def _axis(layer: nn.Module) -> int:
-    """The axis of the weight that counts the filters."""
-    return 1 if isinstance(layer, _TRANSPOSED) else 0
-
-
-def _shares_slices(layer: nn.Module) -> bool:
-    """Whether a slice of the weight serves several output channels."""
-    return isinstance(layer, _TRANSPOSED) and layer.groups > 1
-
-
-_OWN = (
-    "delta",
-    "p",
-    "ascent_steps",
-    "ascent_rate",
-    "growth",
-    "clip",
-    "model",
-    "_inferred",
-    "_named",
-)
+def _matrix(layer: nn.Module) -> Matrix:
+    return Matrix(1, layer.groups) if isinstance(layer, _TRANSPOSED) else Matrix()
 
 
 @final
@@ -248,6 +211,8 @@ class BNSharpnessSGD(PerturbedOptimizer):
     """
 
     _scale_free = False
+    _settings = ("delta", "p", "ascent_steps", "ascent_rate", "growth", "clip")
+    _lasting = (*PerturbedOptimizer._lasting, *_settings, "model", "_inferred", "_named")
 
     def __init__(
         self,
@@ -266,16 +231,12 @@ class BNSharpnessSGD(PerturbedOptimizer):
         freeze_batchnorm: bool = True,
         same_randomness: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         if not isinstance(p, int) or p < 2 or p % 2:
             raise InvalidValue(f"p must be an even integer of at least 2. Got {p!r}.")
-        if not isinstance(ascent_steps, int) or ascent_steps < 0:
-            raise InvalidValue(f"ascent_steps must be a count of at least 0. Got {ascent_steps!r}.")
         if example is not None and filters is not None:
             raise InvalidValue("Pass either filters or the example that they are found on.")
         self.delta, self.p = check_number("delta", delta, above=True), p
-        self.ascent_steps = ascent_steps
+        self.ascent_steps = check_integer("ascent_steps", ascent_steps, least=0)
         self.ascent_rate = check_number("ascent_rate", ascent_rate, above=True)
         self.growth = check_number("growth", growth, above=True)
         self.clip = None if clip is None else check_number("clip", clip, above=True)
@@ -293,8 +254,8 @@ class BNSharpnessSGD(PerturbedOptimizer):
     @property
     def filters(self) -> dict[str, int] | None:
         """The weights whose filters feed BatchNorm, and how many; None before the first pass."""
-        found = self._found()
-        return None if found is None else {f.name: f.count for f in found}
+        weights = self._fed()
+        return None if weights is None else {w.name: w.filters.count for w in weights}
 
     def end_epoch(self) -> None:
         """Multiply λ by `growth`."""
@@ -317,11 +278,11 @@ class BNSharpnessSGD(PerturbedOptimizer):
         self._base_step()
         return loss
 
-    def _found(self) -> tuple[Filters, ...] | None:
-        if self._named is None and self._search is not None and self._search.found is not None:
-            seen, self._search = self._search.found, None
-            names = {f.name for f in seen}
-            self._named = (*seen, *(f for f in self._inferred if f.name not in names))
+    def _fed(self) -> tuple[FedWeight, ...] | None:
+        if self._named is None and self._search is not None and self._search.result is not None:
+            seen, self._search = self._search.result, None
+            names = {w.name for w in seen}
+            self._named = (*seen, *(w for w in self._inferred if w.name not in names))
             if not self._named:
                 warnings.warn(
                     "BNSharpnessSGD found no filter that feeds BatchNorm: all weights share one "
@@ -339,25 +300,25 @@ class BNSharpnessSGD(PerturbedOptimizer):
         return all(self._setting(group, "strength") == 0 for group in self.param_groups)
 
     def _passes(self) -> Walk:
-        found = self._with_gradients()
-        parameters = [q for q, _, _ in found]
-        gradient, kept = copies([g for _, g, _ in found]), copies(parameters)
-        spheres = Spheres(kept, self._by_parameter(parameters))
+        entries = self._with_gradients()
+        parameters = [q for q, _, _ in entries]
+        gradient, start = copies([g for _, g, _ in entries]), copies(parameters)
+        spheres = Spheres(start, self._by_parameter(parameters))
         units: Vector = spheres.units(gradient)
         try:
             for _ in range(self.ascent_steps):
                 both = yield from self._pair(spheres, units, parameters, (self.p + 1), "ascent")
                 units = self._ascend(spheres, units, gradient, torch._foreach_add(*both))
             both = yield from self._pair(spheres, units, parameters, self.p)
-            put(parameters, kept)
+            put(parameters, start)
             term = self._term(spheres, units, gradient, torch._foreach_sub(*both))
-            strengths = [self._setting(group, "strength") for _, _, group in found]
+            strengths = [self._setting(group, "strength") for _, _, group in entries]
             torch._foreach_mul_(term, strengths)
             self._clip(term)
             for q, g, t in zip(parameters, gradient, term, strict=True):
                 q.grad = g + t
         finally:
-            put(parameters, kept)
+            put(parameters, start)
 
     def _pair(
         self,
@@ -414,25 +375,25 @@ class BNSharpnessSGD(PerturbedOptimizer):
             scale(term, factor)
 
     def _by_parameter(self, parameters: Sequence[Tensor]) -> list[Filters | None]:
-        found = self._found()
-        if found is None:
+        weights = self._fed()
+        if weights is None:
             raise ModelError(
                 "BNSharpnessSGD has not seen a forward pass of its model with gradients on. Run "
                 "the model that was given, or name its layers with filters=[…]."
             )
-        by_id = {id(f.parameter): f for f in found}
+        by_id = {id(w.filters.weight): w.filters for w in weights}
         return [by_id.get(id(q)) for q in parameters]
 
     def __repr__(self) -> str:
-        found = self._found()
+        weights = self._fed()
         listed = "not seen yet"
-        if found is not None:
-            listed = ", ".join(f"{f.name}: {f.count} ({f.how})" for f in found)
+        if weights is not None:
+            listed = ", ".join(f"{w.name}: {w.filters.count} ({w.how})" for w in weights)
         return f"{super().__repr__()}\nfilters that feed BatchNorm: {listed or 'none'}"
 
     def __getstate__(self) -> dict[str, Any]:
-        self._found()
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in _OWN}}
+        self._fed()
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

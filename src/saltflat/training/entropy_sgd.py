@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
 
 from saltflat.checks import check_integer, check_number
+from saltflat.curvature import mixed
 from saltflat.errors import InvalidValue
 from saltflat.training.perturbing import FrozenStatistics
 from saltflat.vectors import copies, put
@@ -174,8 +176,7 @@ class EntropySGD(Optimizer):
     ) -> Tensor:
         if p.device not in generators:
             count = group["round"] * self.steps + group["inner"]
-            # 32 bits: torch's CPU generator drops the others. The factor keeps seeds far apart.
-            seed = (group["seed"] * 0x9E3779B1 + count) % 2**32
+            seed = mixed(group["seed"], count)
             generators[p.device] = torch.Generator(p.device).manual_seed(seed)
         return torch.randn(p.shape, generator=generators[p.device], dtype=p.dtype, device=p.device)
 
@@ -188,23 +189,12 @@ class EntropySGD(Optimizer):
         for p in parameters:
             for name in ("center", "pull", "average", "inner_buffer"):
                 self.state[p].pop(name, None)
+        options: dict[str, Any] = {name: group[name] for name in ("momentum", "nesterov")}
+        options |= {"lr": float(group["lr"]), "weight_decay": 0, "dampening": 0, "maximize": False}
+        buffers = [self.state[p].get("momentum_buffer") for p in parameters]
+        sgd(parameters, gradients, buffers, **options)
         if group["momentum"] != 0:
-            gradients = self._momentum(parameters, gradients, group)
-        torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))
-
-    def _momentum(
-        self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
-    ) -> list[Tensor]:
-        for p, gradient in zip(parameters, gradients, strict=True):
-            buffer = self.state[p].get("momentum_buffer")
-            if buffer is None:
-                self.state[p]["momentum_buffer"] = gradient.clone()
-            else:
-                buffer.mul_(group["momentum"]).add_(gradient)
-        buffers = self._load("momentum_buffer", parameters)
-        if not group["nesterov"]:
-            return buffers
-        return list(torch._foreach_add(gradients, buffers, alpha=group["momentum"]))
+            self._store("momentum_buffer", parameters, buffers)
 
     def _store(self, name: str, parameters: list[Tensor], values: list[Tensor]) -> None:
         for p, value in zip(parameters, values, strict=True):

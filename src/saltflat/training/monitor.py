@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -10,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, final
@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map_only
 
-from saltflat.checks import check_number
+from saltflat.checks import check_integer, check_number, check_options
 from saltflat.errors import (
     DataError,
     InvalidType,
     InvalidValue,
     MissingDependency,
     SaltflatError,
-    nearest,
 )
 from saltflat.losses import LossLike
-from saltflat.measure import Lenient, chosen_measures, measure
+from saltflat.measure import measure, measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack
@@ -136,7 +135,7 @@ class Monitor:
     tensorboard : a folder, or a SummaryWriter. The horizontal axis is the step, or the epoch where
         no step was counted.
     samples : how many of the data to keep at most; all by default.
-    options : further arguments of `saltflat.measure`.
+    options : further arguments of `saltflat.measure`, but for `on_error` and `progress`.
 
     The model is left as found: weights, gradients, mode and random generators. Call it where the
     weights are those of training, that is not between `perturb()` and `step()` of an optimizer.
@@ -166,15 +165,13 @@ class Monitor:
         self.every = _positive("every", 1 if every is None and steps is None else every)
         self.steps = _positive("steps", steps)
         self.budget = _budget(budget)
-        self._measures = Lenient(chosen_measures(measures))
-        known = inspect.signature(measure).parameters
-        for name in options:
-            if name not in known:
-                raise InvalidValue(f"Monitor has no option {name!r}. {nearest(name, known)}")
-        chosen = options.get("parameters", "trainable")
-        risk = Risk(model, data, loss, parameters=chosen, unpack=unpack, output=output)
+        self._measures = measure_objects(measures)
+        check_options("Monitor", options, _options())
+        names = options.get("parameters", "trainable")
+        risk = Risk(model, data, loss, parameters=names, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
-        self._options = {**options, "loss": loss, "output": output, "progress": False}
+        own = {"loss": loss, "output": output, "measures": self._measures}
+        self._options = {**options, **own, "on_error": "skip", "progress": False}
         self.path = None if path is None else Path(path)
         names = [each.name for each in self._measures]
         self.history: list[Record] = [] if self.path is None else continued(self.path, names)
@@ -201,7 +198,7 @@ class Monitor:
         values: dict[str, Measurement] = {}
         try:
             with _unheard():
-                report = measure(self._model, self._data, measures=self._measures, **self._options)
+                report = measure(self._model, self._data, **self._options)
         except SaltflatError as error:
             if not self._measured:
                 raise
@@ -256,6 +253,46 @@ class Monitor:
         return record
 
 
+class MonitorCallback:
+    """What the callbacks of all frameworks share: a `Monitor` that is made when training starts."""
+
+    def __init__(
+        self,
+        data: Any,
+        measures: Iterable[str | Measure] = CHEAP,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        own = {"every_n_epochs": "every", "every_n_steps": "steps"}
+        known = [*own, *(name for name in _options() if name not in own.values())]
+        check_options(type(self).__name__, options, known)
+        when = {"every": every_n_epochs, "steps": every_n_steps}
+        self._data = data
+        self._options = {**options, **when, "measures": measure_objects(measures)}
+        self.monitor: Monitor | None = None
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of the monitor."""
+        return [] if self.monitor is None else self.monitor.history
+
+    def _start(self, model: nn.Module) -> None:
+        self.monitor = Monitor(model, self._data, **self._options)
+
+    def _stop(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+def _options() -> list[str]:
+    """The names of a Monitor's arguments behind its data, those of `measure` among them."""
+    names = [*signature(Monitor).parameters, *signature(measure).parameters]
+    decided = ("model", "data", "options", "on_error", "progress")
+    return [name for name in dict.fromkeys(names) if name not in decided]
+
+
 @contextmanager
 def _unheard() -> Iterator[None]:
     """Keep the passes of a measurement from whoever listens to all forward passes.
@@ -299,9 +336,7 @@ def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
 
 
 def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidValue(f"{name} must be an integer of at least 1, or None. Got {value!r}.")
-    return value
+    return None if value is None else check_integer(name, value)
 
 
 def _budget(budget: float | Budget | None) -> Budget:
@@ -313,23 +348,19 @@ def _budget(budget: float | Budget | None) -> Budget:
 def _writer(tensorboard: Any) -> Any:
     """What writes for TensorBoard: the user's own, or one for a folder."""
     if isinstance(tensorboard, str | os.PathLike):
-        return _summary_writer(tensorboard)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingDependency(
+                "Writing for TensorBoard needs the tensorboard package, which is not installed. "
+                "Install it with: pip install tensorboard"
+            ) from error
+        return SummaryWriter(str(tensorboard))
     if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
         raise InvalidType(
             f"tensorboard must be a folder or a SummaryWriter. Got {type(tensorboard).__name__}."
         )
     return tensorboard
-
-
-def _summary_writer(folder: Any) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingDependency(
-            "Writing for TensorBoard needs the tensorboard package, which is not installed. "
-            "Install it with: pip install tensorboard"
-        ) from error
-    return SummaryWriter(str(folder))
 
 
 def continued(path: Path, measures: Collection[str]) -> list[Record]:

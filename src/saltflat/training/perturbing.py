@@ -41,6 +41,7 @@ class SharingOptimizer(Optimizer, ABC):
     """Groups, state and state-dict hooks are those of `base`; `defaults` are settings on top."""
 
     base: Optimizer
+    _lasting: tuple[str, ...] = ()  # attributes that a copy has too
 
     def __init__(self, base: Optimizer, defaults: dict[str, Any]) -> None:
         check_base(base, type(self).__name__)
@@ -92,7 +93,8 @@ class SharingOptimizer(Optimizer, ABC):
         self.param_groups, self.state = base.param_groups, base.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"base": self.base, "defaults": self.defaults}
+        own = {name: self.__dict__[name] for name in self._lasting}
+        return {"base": self.base, "defaults": self.defaults, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({k: v for k, v in state.items() if k != "base"})
@@ -234,10 +236,11 @@ class Replay:
     """Lets a later pass draw the random numbers that the first pass drew: the same dropout masks.
 
     The first pass begins where `mark` is called or, after `arm`, with the first forward pass, with
-    gradients on, of a module that holds a parameter of the optimizer.
+    gradients on, of a module that holds a parameter of the optimizer. Without `same_randomness` of
+    the optimizer nothing is remembered, and so nothing goes back.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: PerturbedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._start: list[RandomState] = []
         self._now: list[RandomState] = []
@@ -245,7 +248,8 @@ class Replay:
 
     def arm(self) -> None:
         self._start = []
-        self._listener.open(self._before)
+        if self._owner().same_randomness:
+            self._listener.open(self._before)
 
     def mark(self) -> None:
         self._listener.close()
@@ -266,10 +270,14 @@ class Replay:
             state.restore()
         self._now = []
 
-    def _states(self) -> list[RandomState]:
+    def _owner(self) -> PerturbedOptimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "called by the optimizer itself"
-        return random_states(optimizer)
+        return optimizer
+
+    def _states(self) -> list[RandomState]:
+        optimizer = self._owner()
+        return random_states(optimizer) if optimizer.same_randomness else []
 
     def _before(self, module: nn.Module, _: Any) -> None:
         optimizer = self._optimizer()
@@ -306,6 +314,7 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
     closure_accumulates = False
     # Whether the gradients of the first passes may come multiplied by a GradScaler's scale.
     _scale_free = True
+    _lasting: tuple[str, ...] = ("freeze_batchnorm", "same_randomness")
 
     _walk: Walk | None
     _ready: bool  # all passes are made, the gradients are those of the step
@@ -372,7 +381,7 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
         if self._walk is not None:
             self._walk.close()
             self._walk = None
-        self._await_first_pass()
+        self._replay.arm()
 
     def step(self, closure: Any = None) -> Any:
         """One step, with all its passes if `closure` is given; returns the unperturbed loss."""
@@ -436,11 +445,9 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
         if own is None:
             closure()
             return
-        if self.same_randomness:  # other data: the random numbers go on instead
-            self._replay.resume()
+        self._replay.resume()  # other data: the random numbers go on instead
         own()
-        if self.same_randomness:
-            self._replay.pause()
+        self._replay.pause()
 
     def _finish(self) -> None:
         """The step of the base optimizer after passes that the user made."""
@@ -486,11 +493,7 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
         self._ready = False
         if not skip:
             self.base.step()
-        self._await_first_pass()
-
-    def _await_first_pass(self) -> None:
-        if self.same_randomness:
-            self._replay.arm()
+        self._replay.arm()
 
     @torch.no_grad()
     def _advance(self) -> str | None:
@@ -519,21 +522,18 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
 
     def _guarded(self) -> Walk:
         passes, frozen = self._passes(), FrozenStatistics(self)
-        if self.same_randomness:
-            self._replay.pause()
+        self._replay.pause()
         if self.freeze_batchnorm:
             frozen.open()
         try:
             for stage in passes:
                 super().zero_grad()
-                if self.same_randomness:
-                    self._replay.rewind()
+                self._replay.rewind()
                 yield stage
         finally:
             passes.close()
             frozen.close()
-            if self.same_randomness:
-                self._replay.resume()
+            self._replay.resume()
 
     def _with_gradients(self) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         """The parameters that have a gradient, each with it and with its group."""
@@ -561,7 +561,7 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
         self._ready = False
         self._scaler_seen = False
         self._replay = Replay(self)
-        self._await_first_pass()
+        self._replay.arm()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._walk is not None:
@@ -569,5 +569,4 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
                 f"{type(self).__name__} cannot be copied between perturb() and step(): the "
                 "weights are perturbed. Call step() or restore() first."
             )
-        own = {name: self.__dict__[name] for name in ("freeze_batchnorm", "same_randomness")}
-        return {**super().__getstate__(), **own}
+        return super().__getstate__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.checks import check_number
-from saltflat.errors import InvalidType, InvalidValue
+from saltflat.errors import InvalidType, InvalidValue, nearest
 from saltflat.training.perturbing import Closure, PerturbedOptimizer, Walk, check_base
 from saltflat.vectors import copies, put, scale, total_norm
 
@@ -65,10 +66,11 @@ class SAM(PerturbedOptimizer):
         **unknown: Any,
     ) -> None:
         check_base(base_optimizer, "SAM")
-        if unknown:
+        for name in unknown:
+            hint = nearest(name, list(signature(SAM).parameters)[1:-1])
             raise InvalidType(
-                f"SAM has no setting {next(iter(unknown))!r}. Those of the base optimizer are its "
-                "own: SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05)."
+                f"SAM has no option {name!r}. {hint} Those of the base optimizer are its own: "
+                "SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05)."
             )
         defaults = {
             "rho": check_number("rho", rho),
@@ -114,7 +116,7 @@ class SAM(PerturbedOptimizer):
         for p, total in self._gathered.items():
             p.grad = total.clone()
         self._ready = True
-        self._await_first_pass()
+        self._replay.arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, not the sum that `gather` keeps until the step."""

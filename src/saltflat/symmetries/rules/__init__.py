@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -13,27 +14,22 @@ from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor that goes into an operation: its ids and, where it is a constant, its value."""
+    """A tensor that goes into an operation: its ids or, where it is a constant, its value."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        ids: Tensor | None = None,
-        constant: Tensor | None = None,
-        statistic: str | None = None,
-    ) -> None:
-        self.shape, self.dtype, self.constant = tuple(shape), dtype, constant
-        self.statistic = statistic  # "mean" or "deviation": it moves with BatchNorm's input
-        self._ids = ids
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    given: Tensor | None = None
+    constant: Tensor | None = None
+    statistic: str | None = None  # "mean" or "deviation": it moves with BatchNorm's input
 
-    @property
+    @cached_property
     def ids(self) -> Tensor:
-        if self._ids is None:
-            assert self.constant is not None
-            self._ids = constant_ids(self.constant)
-        return self._ids
+        if self.given is not None:
+            return self.given
+        assert self.constant is not None
+        return constant_ids(self.constant)
 
     @property
     def ndim(self) -> int:
@@ -74,6 +70,10 @@ class Step:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.shapes[0]
+
+    def only(self, ids: Tensor) -> list[Tensor | None]:
+        """Ids of the first output; of the others nothing is said."""
+        return [ids.expand(self.shape), *[None] * (len(self.shapes) - 1)]
 
 
 #: ids of the outputs; None where nothing is said of an output, which must then not be used unless

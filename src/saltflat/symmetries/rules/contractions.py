@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saltflat.symmetries.rules import Operand, Outputs, Step, pinned, rules_of
-from saltflat.symmetries.rules.entrywise import join, padded_windows
+from saltflat.symmetries.rules.entrywise import join, padded_windows, spread
 from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, repeat, unique_rows
 
 #: products with more terms than this are not written out but pinned
@@ -232,17 +232,13 @@ def convolution(
         patches = column.expand(-1, -1, taps).reshape(groups, -1, 1)
         out = step.contract(w, patches).reshape(1, -1, *[1] * n)
     else:
-        kernel = weight.shape[2:]
-        view = padded_windows(ids, kernel, _each(stride, n), _each(padding, n), _each(dilation, n))
+        pad, *geometry = (spread(each, n) for each in (padding, weight.shape[2:], stride, dilation))
+        view = padded_windows(ids, pad, *geometry)
         out = step.contract(w, _columns(view, groups, n))
         out = out.reshape(-1, view.shape[0], *step.shape[2:]).transpose(0, 1)
     if bias is not None:
         out = join(step, out, bias.ids.reshape(1, -1, *[1] * n))
     return out.expand(step.shape)
-
-
-def _each(values: list[int], n: int) -> list[int]:
-    return list(values) * n if len(values) == 1 else list(values)
 
 
 def _kernels(ids: Tensor, groups: int, transposed: bool) -> Tensor:
@@ -281,21 +277,19 @@ def batch_norm(
     channel = scales.tie(x.ids, [d for d in range(x.ndim) if d != 1]).flatten()
     scales.equate(channel, mean.ids)
     scales.equate(channel, var.ids)
-    return [_affine(step, weight, bias, 1), *[None] * (len(step.shapes) - 1)]
+    return _affine(step, weight, bias, 1)
 
 
-def _affine(step: Step, weight: Operand | None, bias: Operand | None, first: int) -> Tensor:
+def _affine(step: Step, weight: Operand | None, bias: Operand | None, first: int) -> Outputs:
     """The output of a normalisation: what γ carries, from dimension `first` on."""
-    shape = step.shape
-    out = pinned(shape)
-    if weight is not None:
-        step.scales.touch(step.scales.find(weight.ids))
-        tail = len(shape) - first - weight.ndim
-        both = weight.ids if bias is None else join(step, weight.ids, bias.ids)
-        out = both.reshape(*[1] * first, *weight.shape, *[1] * tail).expand(shape)
-    elif bias is not None:
-        step.scales.pin(bias.ids)
-    return out
+    if weight is None:
+        if bias is not None:
+            step.scales.pin(bias.ids)
+        return step.only(pinned(step.shape))
+    step.scales.touch(step.scales.find(weight.ids))
+    tail = len(step.shape) - first - weight.ndim
+    both = weight.ids if bias is None else join(step, weight.ids, bias.ids)
+    return step.only(both.reshape(*[1] * first, *weight.shape, *[1] * tail))
 
 
 def _normalise(step: Step, ids: Tensor, dims: list[int]) -> None:
@@ -308,7 +302,7 @@ def layer_norm(
 ) -> Outputs:
     first = x.ndim - len(shape)
     _normalise(step, x.ids, list(range(first, x.ndim)))
-    return [_affine(step, weight, bias, first), *[None] * (len(step.shapes) - 1)]
+    return _affine(step, weight, bias, first)
 
 
 def group_norm(
@@ -323,7 +317,7 @@ def group_norm(
     *args: Any,
 ) -> Outputs:
     _normalise(step, x.ids.reshape(n, groups, -1), [2])
-    return [_affine(step, weight, bias, 1), *[None] * (len(step.shapes) - 1)]
+    return _affine(step, weight, bias, 1)
 
 
 def batch_statistics(step: Step, x: Operand, weight: Any, bias: Any, *args: Any) -> Outputs:
@@ -331,7 +325,7 @@ def batch_statistics(step: Step, x: Operand, weight: Any, bias: Any, *args: Any)
     if any(isinstance(a, Operand) for a in args):
         raise NotUnderstood
     _normalise(step, x.ids, [d for d in range(x.ndim) if d != 1])
-    return [_affine(step, weight, bias, 1), *[None] * (len(step.shapes) - 1)]
+    return _affine(step, weight, bias, 1)
 
 
 RULES = rules_of({

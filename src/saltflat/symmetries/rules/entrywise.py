@@ -57,9 +57,7 @@ def subtract(step: Step, a: Any, b: Any, *args: Any, **kwargs: Any) -> Outputs:
 
 def multiply(step: Step, a: Any, b: Any) -> Outputs:
     """s_out = s_a + s_b; a weight that meets its first activation is defined by the result."""
-    scales = step.scales
-    x, y = scales.find(ids_of(a)), scales.find(ids_of(b))
-    return scales.combine(x, y).expand(step.shape)
+    return step.scales.combine(ids_of(a), ids_of(b)).expand(step.shape)
 
 
 def divide(step: Step, a: Any, b: Any, **kwargs: Any) -> Outputs:
@@ -101,7 +99,7 @@ def clamp(step: Step, x: Operand, low: Any = None, high: Any = None) -> Outputs:
     """Bounds of zero and infinity scale with everything; an eps below a norm is nearly one."""
     if isinstance(low, Operand) or isinstance(high, Operand):
         raise NotUnderstood
-    if high is None and isinstance(low, float) and 0 < low <= EPS:
+    if high is None and _is_eps(low):
         return _softened(step, x.ids)
     for bound in (low, high):
         if bound is not None and bound != 0 and not math.isinf(bound):
@@ -145,8 +143,7 @@ def _dims(x: Operand, dim: Any) -> list[int]:
 
 def reduce(step: Step, x: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Outputs:
     """sum, mean, amax and the like: homogeneous of degree one."""
-    one = step.scales.tie(x.ids, _dims(x, dim)).reshape(step.shape)
-    return [one, *[None] * (len(step.shapes) - 1)]
+    return step.only(step.scales.tie(x.ids, _dims(x, dim)).reshape(step.shape))
 
 
 def extreme(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
@@ -170,13 +167,11 @@ def variance(step: Step, x: Operand, dim: Any = None, *args: Any, **kwargs: Any)
 
 def running(step: Step, x: Operand, dim: int = -1, *args: Any, **kwargs: Any) -> Outputs:
     """cumsum and sort: the shape stays."""
-    one = step.scales.tie(x.ids, _dims(x, dim)).expand(step.shape)
-    return [one, *[None] * (len(step.shapes) - 1)]
+    return step.only(step.scales.tie(x.ids, _dims(x, dim)))
 
 
 def top(step: Step, x: Operand, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Outputs:
-    one = step.scales.tie(x.ids, _dims(x, dim)).expand(step.shape)
-    return [one, None]
+    return running(step, x, dim)
 
 
 def order(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
@@ -185,17 +180,10 @@ def order(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
     return pinned(step.shape)
 
 
-def padded_windows(
-    ids: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    pad: Sequence[int],
-    gap: Sequence[int],
-) -> Tensor:
+def padded_windows(ids: Tensor, pad: Sequence[int], *geometry: Sequence[int]) -> Tensor:
     """The ids under each position of a kernel: (N, C, *positions, *kernel); padding is zero."""
     widths = [w for p in reversed(list(pad)) for w in (p, p)]
-    padded = torch.ops.aten.constant_pad_nd.default(ids, widths, ANY)
-    return windows(padded, kernel, stride, gap)
+    return windows(torch.ops.aten.constant_pad_nd.default(ids, widths, ANY), *geometry)
 
 
 def pool_ids(scales: Scales, ids: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
@@ -210,7 +198,8 @@ def pool_ids(scales: Scales, ids: Tensor, shape: Sequence[int], *geometry: Any) 
     return scales.tie(view, range(2 + n, 2 + 2 * n)).reshape(*shape)
 
 
-def _spread(value: Any, n: int, default: Sequence[int]) -> list[int]:
+def spread(value: Any, n: int, default: Sequence[int] = ()) -> list[int]:
+    """One number for every dimension."""
     if value is None or (isinstance(value, list | tuple) and not value):
         return list(default)
     values = list(value) if isinstance(value, list | tuple) else [value]
@@ -223,13 +212,12 @@ def pool(n: int, dilated: bool) -> Rule:
     def rule(
         step: Step, x: Operand, kernel: Any, stride: Any = None, padding: Any = 0, *rest: Any
     ) -> Outputs:
-        size = _spread(kernel, n, ())
-        gap = _spread(rest[0] if dilated and rest else 1, n, ())
-        geometry = size, _spread(stride, n, size), _spread(padding, n, ()), gap
+        size = spread(kernel, n)
+        gap = spread(rest[0] if dilated and rest else 1, n)
+        geometry = spread(padding, n), size, spread(stride, n, size), gap
         batch = x.ids if x.ndim == n + 2 else x.ids[None]
         shape = step.shape if x.ndim == n + 2 else (1, *step.shape)
-        out = pool_ids(step.scales, batch, shape, *geometry).reshape(step.shape)
-        return [out, *[None] * (len(step.shapes) - 1)]
+        return step.only(pool_ids(step.scales, batch, shape, *geometry).reshape(step.shape))
 
     return rule
 
@@ -238,9 +226,7 @@ def resample(n: int) -> Rule:
     """Adaptive pooling and interpolation: one scale in each channel."""
 
     def rule(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
-        dims = range(x.ndim - n, x.ndim)
-        out = step.scales.tie(x.ids, dims).expand(step.shape)
-        return [out, *[None] * (len(step.shapes) - 1)]
+        return step.only(step.scales.tie(x.ids, range(x.ndim - n, x.ndim)))
 
     return rule
 

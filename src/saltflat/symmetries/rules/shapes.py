@@ -18,7 +18,10 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def same(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
-    """Homogeneous of degree one, entry by entry: f(a·x) = a·f(x) for a > 0."""
+    """Homogeneous of degree one, entry by entry: f(a·x) = a·f(x) for a > 0.
+
+    A cast is so to a type that holds every number of the old one, which is seen to outside.
+    """
     return x.ids
 
 
@@ -45,11 +48,6 @@ def pad(step: Step, x: Operand, widths: list[int], value: float = 0) -> Outputs:
     filler = int(ids_of(value))
     padded: Tensor = aten.constant_pad_nd.default(x.ids, widths, filler)
     return padded
-
-
-def cast(step: Step, x: Operand, *args: Any, **kwargs: Any) -> Outputs:
-    """To a floating point type that holds every number of the old one, which is seen to outside."""
-    return x.ids
 
 
 def index(step: Step, x: Operand, indices: list[Operand | None], *rest: Any) -> Outputs:
@@ -81,7 +79,7 @@ def pick(step: Step, x: Operand, dim: int, i: Operand, *args: Any, **kwargs: Any
 
 def embedding(step: Step, weight: Operand, i: Operand, *args: Any, **kwargs: Any) -> Outputs:
     """Any row may be looked up: all rows of a column share one scale."""
-    return step.scales.tie(weight.ids, [0])[0].expand(step.shape)
+    return step.only(step.scales.tie(weight.ids, [0])[0])
 
 
 def embedding_bag(
@@ -89,8 +87,7 @@ def embedding_bag(
 ) -> Outputs:
     if any(isinstance(a, Operand) and a.dtype.is_floating_point for a in (*args, *kwargs.values())):
         raise NotUnderstood  # weights of the samples
-    row = step.scales.tie(weight.ids, [0])[0].expand(step.shape)
-    return [row, *[None] * (len(step.shapes) - 1)]
+    return embedding(step, weight, i)
 
 
 def index_add(
@@ -173,7 +170,7 @@ RULES = rules_of({
         "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_full",
         "new_empty",
     ], blank),
-    "index": index, "_unsafe_index": index, "constant_pad_nd": pad, "_to_copy": cast, "to": cast,
+    "index": index, "_unsafe_index": index, "constant_pad_nd": pad, "_to_copy": same, "to": same,
     "index_select": pick, "gather": pick, "embedding": embedding, "_embedding_bag": embedding_bag,
     "_embedding_bag_forward_only": embedding_bag, "index_add": index_add, "index_put": index_put,
     "native_dropout": first_of_two, "scatter_add": scatter, "scatter": scatter,

@@ -1,7 +1,7 @@
 """The layers that FAM speaks of, what it keeps of a forward pass, and the hooks that bring it.
 
 The hooks belong to one model object. A copy of the model (deepcopy, pickle) gets silent ones in
-their place, and a model whose recorder is gone keeps none.
+their place, and a model whose capture is gone keeps none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
-from saltflat.training.fam.flatness import Layer, apply
+from saltflat.training.fam.flatness import LayerModule, apply
 
 _NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
 # Compiled code does not look for hooks that came after it.
@@ -27,10 +27,12 @@ _COMPILED = (
 )
 
 
-def choose(model: nn.Module, layer: str | Iterable[str] | None) -> dict[str, Layer]:
+def named_layers(model: nn.Module, layer: str | Iterable[str] | None) -> dict[str, LayerModule]:
     """The layers by name; None is the last Linear, the weights that leave the penultimate
     representation (the paper's section 4)."""
-    known: dict[str, Layer] = {n: m for n, m in model.named_modules() if isinstance(m, Layer)}
+    known: dict[str, LayerModule] = {
+        n: m for n, m in model.named_modules() if isinstance(m, LayerModule)
+    }
     if layer is None:
         # Attention holds its output projection as a Linear that it never calls.
         called = [n for n, m in known.items() if type(m) is not NonDynamicallyQuantizableLinear]
@@ -66,7 +68,7 @@ def _listed(layer: Iterable[str]) -> list[str]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Call:
+class LayerCall:
     """One call of a layer: its input, and the place of its output in the autograd graph.
 
     The place and not the output: an in-place activation would change that.
@@ -84,24 +86,24 @@ class Forward:
     """One forward pass: what the model returned and the calls of each layer."""
 
     returned: Any
-    calls: Mapping[str, list[Call]]
+    calls: Mapping[str, list[LayerCall]]
 
 
-class Recorder:
+class Capture:
     """Keeps the last forward pass that ran with gradients, until it is taken."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
-        self._calls: dict[str, list[Call]] | None = None  # not None while the model runs
+    def __init__(self, model: nn.Module, layers: Mapping[str, LayerModule]) -> None:
+        self._calls: dict[str, list[LayerCall]] | None = None  # not None while the model runs
         self._forward: Forward | None = None
         self._missing = _NOTHING
         self._checked: set[str] = set()
         self._layers = dict(layers)
-        before = model.register_forward_pre_hook(_Hook(self, Recorder._begin))
+        before = model.register_forward_pre_hook(_Hook(self, Capture._begin))
         within = [
-            layer.register_forward_hook(_LayerHook(self, name), with_kwargs=True)
+            layer.register_forward_hook(_Hook(self, Capture._note, name), with_kwargs=True)
             for name, layer in layers.items()
         ]
-        after = model.register_forward_hook(_Hook(self, Recorder._end))
+        after = model.register_forward_hook(_Hook(self, Capture._end))
         self._handles = [before, *within, after]
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
@@ -132,15 +134,16 @@ class Recorder:
         if self._calls is not None and torch.is_grad_enabled():
             self._forward, self._calls = Forward(returned, self._calls), None
 
-    def note(self, name: str, x: Any, z: Any) -> None:
+    def _note(self, name: str, _: nn.Module, args: Any, kwargs: Any, z: Any) -> None:
         """A layer ran; passes outside of the model's own (checkpointing) do not count."""
         if self._calls is None or not torch.is_grad_enabled():
             return
+        x = args[0] if args else kwargs["input"]
         if name not in self._checked:
             _check(name, self._layers[name], x, z)
             self._checked.add(name)
         edge = get_gradient_edge(z) if z.requires_grad else None
-        self._calls[name].append(Call(x, x._version, edge, z.shape))
+        self._calls[name].append(LayerCall(x, x._version, edge, z.shape))
 
 
 def _remove(handles: list[Any]) -> None:
@@ -149,44 +152,29 @@ def _remove(handles: list[Any]) -> None:
 
 
 class _Hook:
-    """Calls a method of the recorder, as long as that lives."""
+    """Calls a method of the capture, as long as that lives."""
 
-    def __init__(self, recorder: Recorder, method: Callable[..., None]) -> None:
-        self.recorder = weakref.ref(recorder)
-        self.method = method
+    def __init__(self, capture: Capture, method: Callable[..., None], *first: Any) -> None:
+        self.capture, self.method, self.first = weakref.ref(capture), method, first
 
     def __call__(self, *arguments: Any) -> None:
-        recorder = self.recorder()
-        if recorder is not None:
-            self.method(recorder, *arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _make_silent, ()
-
-
-class _LayerHook:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self.recorder = weakref.ref(recorder)
-        self.name = name
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, z: Any) -> None:
-        recorder = self.recorder()
-        if recorder is not None:
-            recorder.note(self.name, args[0] if args else kwargs["input"], z)
+        capture = self.capture()
+        if capture is not None:
+            self.method(capture, *self.first, *arguments)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _make_silent, ()
 
 
 def silent(*_: Any) -> None:
-    """What a copy of the model has in place of a recorder's hook."""
+    """What a copy of the model has in place of a capture's hook."""
 
 
 def _make_silent() -> Callable[..., None]:
     return silent
 
 
-def _check(name: str, layer: Layer, x: Any, z: Any) -> None:
+def _check(name: str, layer: LayerModule, x: Any, z: Any) -> None:
     """Refuse a layer whose output is not W x + b (a subclass, another hook)."""
     with torch.no_grad():
         expected = apply(layer, x)

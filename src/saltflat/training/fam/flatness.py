@@ -18,7 +18,7 @@ side. So everything here is arranged as (samples, groups, positions, features).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, final
 
@@ -33,11 +33,11 @@ from saltflat.geometry import windows
 from saltflat.losses import CrossEntropy, ElementwiseLoss, Loss
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-Layer = nn.Linear | Conv
+LayerModule = nn.Linear | Conv
 _CHUNK = 64  # directions that travel together
 
 
-def weight_of(layer: Layer) -> Tensor:
+def weight_of(layer: LayerModule) -> Tensor:
     """The weight as the last forward pass used it.
 
     Reading a parametrized weight computes it anew, and in training mode spectral normalisation
@@ -57,7 +57,7 @@ def weight_of(layer: Layer) -> Tensor:
             module.training = True
 
 
-def apply(layer: Layer, x: Tensor) -> Tensor:
+def apply(layer: LayerModule, x: Tensor) -> Tensor:
     """W x + b, as the layer's type promises it."""
     weight = weight_of(layer)
     if isinstance(layer, nn.Linear):
@@ -68,14 +68,14 @@ def apply(layer: Layer, x: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Site:
+class LayerPass:
     """One layer in one forward pass.
 
     `input` and `weight` may be rescaled (see `normalized`); `shape` is that of the output. The
     samples lie along `dim` of input and output; that dimension may hold several rows of each.
     """
 
-    layer: Layer
+    layer: LayerModule
     input: Tensor
     weight: Tensor
     shape: torch.Size
@@ -86,7 +86,7 @@ class Site:
     def groups(self) -> int:
         return 1 if isinstance(self.layer, nn.Linear) else self.layer.groups
 
-    def normalized(self) -> Site:
+    def normalized(self) -> LayerPass:
         """Features over their standard deviation, columns of W times it; z stays the same.
 
         A feature that does not vary over the batch is left as it is.
@@ -98,14 +98,12 @@ class Site:
         varies = variance > torch.finfo(variance.dtype).eps * self.input.square().mean(others)
         std = variance.where(varies, 1.0).sqrt()
         if linear:
-            return self._with(self.input / std, self.weight * std)
+            return replace(self, input=self.input / std, weight=self.weight * std)
         spatial = [1] * (self.input.ndim - 2)
         columns = std.reshape(self.groups, 1, -1).expand(-1, len(self.weight) // self.groups, -1)
         columns = columns.reshape(*self.weight.shape[:2], *spatial)
-        return self._with(self.input / std.reshape(-1, *spatial), self.weight * columns)
-
-    def _with(self, inputs: Tensor, weight: Tensor) -> Site:
-        return Site(self.layer, inputs, weight, self.shape, self.samples, self.dim)
+        inputs = self.input / std.reshape(-1, *spatial)
+        return replace(self, input=inputs, weight=self.weight * columns)
 
     def matrix(self) -> Tensor:
         """W as (g, out/g, q), q the inputs of one unit (channels of its group × kernel)."""
@@ -160,7 +158,7 @@ def _patches(layer: Conv, x: Tensor, groups: int) -> Tensor:
     return x.flatten(2, 1 + dims).flatten(3)
 
 
-def rows_of(layer: Layer, shape: Sequence[int], samples: int) -> list[int]:
+def rows_of(layer: LayerModule, shape: Sequence[int], samples: int) -> list[int]:
     """The dimensions of a layer's output along which the samples may lie."""
     if isinstance(layer, nn.Linear):
         dims = [0, 1] if len(shape) > 2 else [0] if len(shape) == 2 else []
@@ -185,7 +183,7 @@ class Form:
     columns: Tensor
 
     @classmethod
-    def of(cls, site: Site, simplified: bool) -> Form:
+    def of(cls, site: LayerPass, simplified: bool) -> Form:
         w = site.matrix()
         if simplified:
             unit = torch.eye(w.shape[1], dtype=w.dtype, device=w.device).expand(len(w), -1, -1)
@@ -249,7 +247,9 @@ class Form:
         return over_inputs * mixed.unsqueeze(-2)
 
 
-def pull(outputs: Tensor, edges: list[GradientEdge], vectors: Tensor) -> list[Tensor | None]:
+def pull(
+    outputs: Tensor, edges: list[GradientEdge] | list[Tensor], vectors: Tensor
+) -> list[Tensor | None]:
     """vᵀ ∂outputs/∂edge for a stack of v, differentiable again.
 
     All of them at once where every operation can be batched, else one by one.
@@ -263,7 +263,7 @@ def pull(outputs: Tensor, edges: list[GradientEdge], vectors: Tensor) -> list[Te
 
 
 def closed_form(
-    loss: CrossEntropy, outputs: Tensor, targets: Tensor, site: Site, simplified: bool
+    loss: CrossEntropy, outputs: Tensor, targets: Tensor, site: LayerPass, simplified: bool
 ) -> Tensor:
     """κ (before the loss's division) of the output layer under cross-entropy, one group.
 

@@ -25,11 +25,11 @@ from saltflat.curvature import Additivity, Hutchinson, classify, output_units
 from saltflat.errors import LossError, ModelError
 from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor
 from saltflat.risk import Batch
-from saltflat.training.fam.capture import Call
+from saltflat.training.fam.capture import LayerCall
 from saltflat.training.fam.flatness import (
     Form,
-    Layer,
-    Site,
+    LayerModule,
+    LayerPass,
     closed_form,
     joint,
     pull,
@@ -67,7 +67,7 @@ class Penalty:
 
 
 @final
-class Step:
+class PenaltyPass:
     """One forward pass with its targets."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Step:
         self.switch = Switch()
 
     def penalties(
-        self, layers: Mapping[str, tuple[Layer, Call]], choices: Choices
+        self, layers: Mapping[str, tuple[LayerModule, LayerCall]], choices: Choices
     ) -> dict[str, Penalty]:
         """The penalty of every layer, differentiable."""
         done: dict[str, Penalty] = {}
@@ -103,12 +103,12 @@ class Step:
             done |= self._general(rest, choices)
         return {name: done[name] for name in layers}
 
-    def _site(self, layer: Layer, call: Call, dim: int = 0) -> Site:
+    def _site(self, layer: LayerModule, call: LayerCall, dim: int = 0) -> LayerPass:
         wide = self.outputs.dtype
         x, w = call.input.to(wide), weight_of(layer).to(wide)
-        return Site(layer, x, w, call.shape, self.samples, dim)
+        return LayerPass(layer, x, w, call.shape, self.samples, dim)
 
-    def _is_output(self, site: Site, call: Call) -> bool:
+    def _is_output(self, site: LayerPass, call: LayerCall) -> bool:
         """Whether the layer's output is the model's, each of its units the logit of a class."""
         assert self.edge is not None
         assert call.edge is not None
@@ -118,7 +118,7 @@ class Step:
         features = len(call.shape) - 1 if isinstance(site.layer, nn.Linear) else 1
         return self.loss.dim(self.outputs, self.targets) == features
 
-    def _closed(self, site: Site, choices: Choices) -> Penalty:
+    def _closed(self, site: LayerPass, choices: Choices) -> Penalty:
         assert isinstance(self.loss, CrossEntropy)
         site = site.normalized() if choices.normalize_features else site
         value = closed_form(self.loss, self.outputs, self.targets, site, choices.simplified)
@@ -128,7 +128,8 @@ class Step:
     def _divisor(self) -> float | Tensor:
         loss, targets = self.loss, self.targets
         assert isinstance(loss, Loss)
-        if isinstance(loss, CrossEntropy) and _counts(loss, targets):
+        integer = isinstance(targets, Tensor) and not targets.is_floating_point()
+        if isinstance(loss, CrossEntropy) and loss.mean and loss.weight is None and integer:
             # A tensor, so that a GPU is not waited for; NaN, as from PyTorch, if it is 0.
             count: Tensor = (targets != loss.ignore_index).sum()
             return count
@@ -140,7 +141,7 @@ class Step:
         return self.loss.total(outputs, self.targets) / self._divisor()
 
     def _general(
-        self, layers: Mapping[str, tuple[Layer, Call]], choices: Choices
+        self, layers: Mapping[str, tuple[LayerModule, LayerCall]], choices: Choices
     ) -> dict[str, Penalty]:
         edges = {name: call.edge for name, (_, call) in layers.items() if call.edge is not None}
         places = list(edges.values())
@@ -163,8 +164,8 @@ class Step:
         return result
 
     def _sites(
-        self, layers: Mapping[str, tuple[Layer, Call]], edges: Mapping[str, GradientEdge]
-    ) -> dict[str, Site]:
+        self, layers: Mapping[str, tuple[LayerModule, LayerCall]], edges: Mapping[str, GradientEdge]
+    ) -> dict[str, LayerPass]:
         """Find out where the samples lie, by what half of them sends back to each layer."""
         half = torch.arange(self.samples, device=self.outputs.device) % 2 == 0
         mask = half.reshape(-1, *[1] * (self.outputs.ndim - 1))
@@ -200,7 +201,7 @@ class Step:
 
     def _exact(
         self,
-        sites: Mapping[str, Site],
+        sites: Mapping[str, LayerPass],
         forms: Mapping[str, Form],
         edges: Mapping[str, GradientEdge],
     ) -> dict[str, Penalty]:
@@ -245,7 +246,7 @@ class Step:
             nonlinear[name] = second is not None and bool(second.any())
         return nonlinear
 
-    def _network_part(self, site: Site, form: Form, edge: GradientEdge) -> Tensor:
+    def _network_part(self, site: LayerPass, form: Form, edge: GradientEdge) -> Tensor:
         """Σ_k g_k ∇²_z o_k contracted, g held constant in these derivatives."""
         groups, positions, width = form.inputs.shape[1:]
         count = groups * min(positions, width) * min(form.columns.shape[1:])
@@ -262,7 +263,7 @@ class Step:
 
     def _estimate(
         self,
-        sites: Mapping[str, Site],
+        sites: Mapping[str, LayerPass],
         forms: Mapping[str, Form],
         edges: Mapping[str, GradientEdge],
         probes: int,
@@ -295,11 +296,6 @@ def _settle(loss: Loss | Callable[..., Tensor], outputs: Tensor, targets: Any) -
     if isinstance(candidate, CustomLoss) and Additivity(candidate).holds(outputs, batch):
         return candidate
     return JointLoss(loss)
-
-
-def _counts(loss: CrossEntropy, targets: Tensor) -> bool:
-    """Whether the loss divides by the number of targets that are not ignored."""
-    return loss.mean and loss.weight is None and not targets.is_floating_point()
 
 
 def _warn_if_many(count: int, what: str) -> None:

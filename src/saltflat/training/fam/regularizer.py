@@ -11,13 +11,13 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from saltflat.curvature import Hutchinson
+from saltflat.curvature import Hutchinson, mixed
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import LossLike, resolve
 from saltflat.risk import Output, logits, unwrap
-from saltflat.training.fam.capture import Call, Forward, Recorder, choose
-from saltflat.training.fam.flatness import Layer
-from saltflat.training.fam.penalty import Choices, Penalty, Step
+from saltflat.training.fam.capture import Capture, Forward, LayerCall, named_layers
+from saltflat.training.fam.flatness import LayerModule
+from saltflat.training.fam.penalty import Choices, Penalty, PenaltyPass
 
 
 @final
@@ -73,8 +73,6 @@ class FAM:
         estimator: Hutchinson | None = None,
         output: Output | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
         if estimator is not None and not isinstance(estimator, Hutchinson):
             raise InvalidType(
                 "The estimator of FAM must be saltflat.Hutchinson or None. "
@@ -89,13 +87,13 @@ class FAM:
             "output": output,
         }
         self.model = unwrap(model)
-        self._layers = choose(self.model, layer)
+        self._layers = named_layers(self.model, layer)
         self._choices = Choices(simplified, normalize_features, estimator)
         self._loss = resolve(loss)
         self._output = output or logits
         self._calls = 0
         self._last: dict[str, Penalty] = {}
-        self._recorder = Recorder(self.model, self._layers)
+        self._capture = Capture(self.model, self._layers)
         if layer is None:
             (name,) = self._layers
             said = f"the last Linear layer of the model. Pass layer={name!r} to say so yourself."
@@ -125,7 +123,7 @@ class FAM:
 
     def __call__(self, targets: Any) -> Tensor:
         """`strength` × the penalty of the last forward pass; its activations are then freed."""
-        forward = self._recorder.take()
+        forward = self._capture.take()
         outputs = self._output(forward.returned)
         self._calls += 1
         if self._strength == 0.0:  # adds nothing, not even 0 × infinity
@@ -136,7 +134,7 @@ class FAM:
             # Looking at targets makes a GPU wait, and the user's own loss looks at them too.
             check = outputs.device.type == "cpu" or self._calls == 1
             generator = self._generator(outputs.device)
-            step = Step(outputs, targets, self._loss, generator, check=check)
+            step = PenaltyPass(outputs, targets, self._loss, generator, check=check)
             penalties = step.penalties(calls, self._choices)
             total = torch.stack([p.value for p in penalties.values()]).sum()
         self._last = {
@@ -147,9 +145,11 @@ class FAM:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         seed = 0 if self._choices.estimator is None else self._choices.estimator.seed
-        return torch.Generator(device).manual_seed(hash((seed, self._calls)) % 2**63)
+        return torch.Generator(device).manual_seed(mixed(seed, self._calls))
 
-    def _single_calls(self, forward: Forward, outputs: Any) -> dict[str, tuple[Layer, Call]]:
+    def _single_calls(
+        self, forward: Forward, outputs: Any
+    ) -> dict[str, tuple[LayerModule, LayerCall]]:
         """The one call of every layer, checked."""
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point() or outputs.ndim == 0:
             raise ModelError(
@@ -179,7 +179,7 @@ class FAM:
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        self._recorder.remove()
+        self._capture.remove()
 
     def __enter__(self) -> Self:
         return self
