@@ -35,6 +35,12 @@ class Measurement:
     invariant_to : the kinds of rescaling that leave the measure as it is.
     settings : what the measure was computed with (δ, ρ, p, …).
     details : what else the measure found, e.g. the optimal α of minimum sharpness.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> print(sf.Measurement(name="mine", value=2.0, exact=False, stderr=0.25))
+    mine = 2 (± 0.25)
     """
 
     name: str

@@ -73,6 +73,18 @@ def audit(
     tolerances : how much drift is still called invariant.
     example : inputs to find the rescalings on; by default the first samples of the data.
     Other arguments as in `measure`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> data = torch.randn(8, 3), torch.arange(8) % 2
+    >>> audit = sf.audit(model, data, measures=["hessian_trace", "rho"], elements=1)
+    >>> {name: row.verdict for name, row in audit.items()}
+    {'hessian_trace': 'moved', 'rho': 'invariant'}
+    >>> audit.ok
+    True
     """
     chosen = _measures(measures, functions or {})
     _check(elements, spread)

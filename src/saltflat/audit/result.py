@@ -47,6 +47,12 @@ class Tolerances:
     `closed` for closed forms and users' functions; what has a stated optimality gap may drift by
     the gaps on top, an estimate by `errors` combined standard errors, and a supremum that was
     searched for by `searched`.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> sf.Tolerances(closed=1e-6)
+    Tolerances(closed=1e-06, errors=4.0, searched=0.01)
     """
 
     closed: float = 1e-8
@@ -225,6 +231,17 @@ class Audit(Mapping[str, Audited]):
     spread : the largest factor, and 1/spread the least.
     elements : how many rescalings of each kind were applied.
     output_drift : the largest relative change of the outputs over all of them, in float64.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> data = torch.randn(8, 3), torch.arange(8) % 2
+    >>> audit = sf.audit(model, data, measures=["rho"], elements=1)
+    >>> path = audit.save("audit.json")
+    >>> sf.Audit.load(path) == audit
+    True
     """
 
     rows: Mapping[str, Audited]

@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, repr=False)
 class Report(Mapping[str, Measurement]):
-    """Measurements by name; `skipped` says why a measure is not among them."""
+    """Measurements by name; `skipped` says why a measure is not among them.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> report = sf.measure(model, (x, y), "mse", measures=["hessian_trace"])
+    >>> path = report.save("run.json")
+    >>> sf.Report.load(path) == report
+    True
+    """
 
     measurements: Mapping[str, Measurement]
     skipped: Mapping[str, str]
@@ -174,7 +184,16 @@ _SAME = {
 @final
 @dataclass(frozen=True, repr=False)
 class Comparison(Mapping[str, Report]):
-    """Reports by name. `problems` says why their numbers cannot be compared, if so."""
+    """Reports by name. `problems` says why their numbers cannot be compared, if so.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> few, many = (sf.measure(model, (x[:n], y[:n]), "mse") for n in (1, 2))
+    >>> sf.Comparison({"few": few, "many": many}).problems[1]
+    'the number of samples differs (few: 1, many: 2)'
+    """
 
     reports: Mapping[str, Report]
 
