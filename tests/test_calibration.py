@@ -194,7 +194,7 @@ def context(name: str, probes: int, seed: int) -> Context:
     for kind, form in forms.items():
         each = estimate_form(times, weights, form, estimator, kept, in_full=False)
         quantities[kind] = quantity(each, probes)
-    return Context(None, layers(), quantities, _group=group())  # type: ignore[arg-type]
+    return Context(None, layers(), quantities, _group=group())
 
 
 # Traces and diagonals
@@ -332,7 +332,7 @@ def test_known_and_estimated_curvature_together(known: str) -> None:
     diagonal = Quantity(values, draws, drawn.sizes)
     sums = {n: v.sum() for n, v in values.items()}, {n: d.sum((1, 2)) for n, d in draws.items()}
     quantities: dict[Kind, Quantity] = {"trace": Quantity(*sums, drawn.sizes), "diagonal": diagonal}
-    mixed = Context(None, layers(), quantities, _group=group())  # type: ignore[arg-type]
+    mixed = Context(None, layers(), quantities, _group=group())
     for key, measure in MINIMA.items():
         found = measure.compute(mixed)
         assert (found.exact, found.bound) == (False, "upper")

@@ -86,7 +86,7 @@ def test_closed_form_is_the_general_path(loss: str, options: dict[str, bool]) ->
         general = fam(LABELS)
         assert fam.last["inner.4"].rule == "loss"
     assert closed.item() == pytest.approx(general.item(), rel=1e-12)
-    gradients = [torch.autograd.grad(v, model.parameters()) for v in (closed, general)]
+    gradients = [torch.autograd.grad(v, list(model.parameters())) for v in (closed, general)]
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
 
@@ -319,7 +319,7 @@ def test_batch_statistics_are_constants(name: str) -> None:
         got = penalty(model, x, LABELS, name)
     frozen = copy.deepcopy(model)
     h = x
-    for module in frozen:
+    for module in frozen.children():
         if isinstance(module, nn.BatchNorm1d):
             module.running_mean, module.running_var = h.mean(0).detach(), h.var(0, False).detach()
             h = F.batch_norm(h, None, None, module.weight, module.bias, True, eps=module.eps)

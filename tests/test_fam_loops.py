@@ -313,7 +313,7 @@ def test_bad_layers(layer: Any, error: type[Exception], words: str) -> None:
 def test_bad_arguments() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module. Got int"):
-        FAM(3, "fc")  # type: ignore[arg-type]
+        FAM(3, "fc")
     with pytest.raises(ValueError, match="no Linear layer"):
         FAM(nn.Conv1d(1, 1, 1))
     for strength in (-1.0, float("nan"), float("inf")):
@@ -321,9 +321,9 @@ def test_bad_arguments() -> None:
             FAM(model, "", strength)
     for wrong in ("1", None, True):
         with pytest.raises(TypeError, match="strength must be a number"):
-            FAM(model, "", wrong)  # type: ignore[arg-type]
+            FAM(model, "", wrong)
     with pytest.raises(TypeError, match=r"must be saltflat.Hutchinson or None. Got str"):
-        FAM(model, "", estimator="hutchinson")  # type: ignore[arg-type]
+        FAM(model, "", estimator="hutchinson")
     with pytest.raises(ValueError, match="Unknown loss"):
         FAM(model, "", loss="crossentropy")
     assert hooks(model) == 0

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.curvature.curvature import Curvature
 from saltflat.curvature.sweep import Kind
-from saltflat.errors import MissingDependency, NoSecondDerivative
+from saltflat.errors import MissingDependency, NoSecondDerivative, NotApplicable
 from saltflat.measure import Lenient
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES
-from saltflat.measures.base import Context, Measure, NotApplicable
+from saltflat.measures.base import Context, Measure
 
 CASE = BY_NAME["mlp"]
 X, Y = CASE.data()

@@ -630,7 +630,7 @@ class Frame:
 
 
 def test_to_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("pandas")
+    fake: Any = ModuleType("pandas")
     fake.DataFrame = Frame
     monkeypatch.setitem(sys.modules, "pandas", fake)
     found = measured()
@@ -718,8 +718,9 @@ def test_compare_refuses() -> None:
         sf.compare([CASE.model()], CASE.data())
     with pytest.raises(sf.InvalidValue, match="nothing to compare"):
         sf.compare({}, CASE.data())
+    wrong: Any = {"a": "model"}
     with pytest.raises(sf.InvalidType, match=r"must be a torch.nn.Module. Got str"):
-        sf.compare({"a": "model"}, CASE.data())
+        sf.compare(wrong, CASE.data())
     with pytest.raises(sf.InvalidValue, match="nothing to compare"):
         sf.Comparison({})
 

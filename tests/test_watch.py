@@ -256,6 +256,8 @@ class Batched:
 class Moved(DataLoader[Any]):
     """A loader that does something to its batches."""
 
+    noise: float
+
     def __iter__(self) -> Any:
         return ((x + self.noise * torch.rand(()), y) for x, y in super().__iter__())
 

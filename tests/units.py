@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,8 @@ KNOWN = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 def matrices(model: nn.Module) -> dict[str, Units]:
     """The weights of the modules whose layout is known, by parameter name, tied ones left out."""
-    found, owners = {}, {}
+    found: dict[Any, Any] = {}
+    owners: dict[Any, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, KNOWN) or type(module).__name__ == "Conv1D":
             key = f"{name}.weight" if name else "weight"
