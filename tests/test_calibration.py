@@ -255,7 +255,9 @@ def closed_forms(name: str) -> dict[str, float]:
         "kappa_trace": sum(float(v.square().sum()) * s for v, s in zip(w, trace, strict=True)),
         "columns": sum(float(torch.einsum("oipi,oi,pi->", f, v, v)) for f, v in pairs),
         "rows": sum(float(torch.einsum("oioj,oi,oj->", f, v, v)) for f, v in pairs),
-        "relative_flatness": float(torch.einsum("oipi,oj,pj->", forms[1], w[1], w[1])),
+        "relative_flatness": papers.relative_flatness(
+            papers.Layer(w[1].reshape(-1), papers.plain(*w[1].shape), second)
+        ),
         "simplified": float(w[1].square().sum()) * trace[1],
         "minimum_sharpness": 2 * math.sqrt(trace[0] * trace[1]),
         "neuronwise_minimum_sharpness": 2 * float(units.sum()),

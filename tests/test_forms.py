@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import BY_NAME, CASES, Case
 from dense import gradient
+from papers import Layer, relative_flatness
 from torch import Tensor, nn
 from units import Units, matrices, units
 
@@ -26,6 +27,10 @@ def found_for(case: Case, kinds: frozenset[Kind] = FORMS, probes: int = 20, **se
         return whole.find(kinds, groups=5)
 
 
+def flatness(w: Tensor, u: Units, block: Tensor, scale: Tensor | None = None) -> Tensor:
+    return block.new_tensor(relative_flatness(Layer(w.reshape(-1), u, block), scale))
+
+
 def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dict[str, Tensor]]:
     oracle = case.dense()
     blocks = oracle.blocks(oracle.hessian)
@@ -37,9 +42,9 @@ def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dic
         w, block = oracle.parameters[name].detach(), blocks[name]
         found["columns"][name] = u.columns(w, block)
         found["rows"][name] = u.rows(w, block)
-        found["flatness"][name] = u.relative_flatness(w, block)
+        found["flatness"][name] = flatness(w, u, block)
         if scales:
-            found["normalized_flatness"][name] = u.relative_flatness(w, block, scales[name])
+            found["normalized_flatness"][name] = flatness(w, u, block, scales[name])
     return found
 
 
