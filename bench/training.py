@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat as sf
-from bench.device import configure, describe
+from bench.device import configure, describe, machine
 from bench.fam import FullHessian
-from bench.peak import peak
+from bench.peak_memory import peak
 from bench.timing import Timed, Times, clocked, in_turns
 from saltflat.zoo import resnet18
 
@@ -217,7 +217,7 @@ def main() -> None:
             lines.append(f"| {name} | {row} | {each.best * 1e3:.4g} | {ratio} | {mib} |")
             print(lines[-1], flush=True)
         options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"training-{options.device}.md"
+        path = options.out / f"training-{machine(options.device)}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
