@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, final
@@ -276,31 +275,15 @@ class Audit(Mapping[str, Audited]):
 
     def save(self, path: str | Path) -> Path:
         """Write the audit to a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InvalidValue(f"An audit is saved as .json. Got {path.name!r}.")
-        content = {"saltflat": 1, "audit": store.plain(self._content())}
-        store.write(path, json.dumps(content, indent=1, allow_nan=False))
-        return path
-
-    def _content(self) -> dict[str, Any]:
-        content = {f.name: getattr(self, f.name) for f in fields(self)}
-        # A row is a mapping itself, of drifts alone.
-        rows = {k: {f.name: getattr(row, f.name) for f in fields(row)} for k, row in self.items()}
-        return content | {"rows": rows}
+        return store.save(path, "An audit", {"audit": self})
 
     @classmethod
     def load(cls, path: str | Path) -> Audit:
         """Read an audit that `save` wrote."""
-        content = store.read(Path(path)).get("audit")
+        content = store.read(path).get("audit")
         if not isinstance(content, dict):
             raise InvalidValue(f"{path} is not an audit: it has no 'audit' in it.")
-        values = dict(content)
-        values["rows"] = {name: _row(row) for name, row in values["rows"].items()}
-        values["tolerances"] = Tolerances(**values["tolerances"])
-        values["output_drift"] = float(values["output_drift"])
-        values["notes"] = tuple(values["notes"])
-        return cls(**values)
+        return store.decoded(cls, content, f"{path} is a damaged audit")
 
     def plot(self, path: str | Path) -> Path:
         """Draw drift against spread as a picture, a panel for each kind of rescaling."""
@@ -342,22 +325,6 @@ class Audit(Mapping[str, Audited]):
         return plain_text(self, width=130)
 
     __repr__ = __str__
-
-
-def _row(content: Mapping[str, Any]) -> Audited:
-    values = dict(content)
-    values["value"] = float(values["value"])
-    if values["declared"] is not None:
-        values["declared"] = tuple(values["declared"])
-    values["drifts"] = {kind: _drift(d) for kind, d in values["drifts"].items()}
-    return Audited(**values)
-
-
-def _drift(content: Mapping[str, Any]) -> Drift:
-    values = dict(content)
-    values["drift"], values["tolerance"] = float(values["drift"]), float(values["tolerance"])
-    values["curve"] = {float(spread): float(d) for spread, d in values["curve"].items()}
-    return Drift(**values)
 
 
 def _plot(audit: Audit, path: Path) -> Path:

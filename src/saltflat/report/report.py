@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
+from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, final, get_args
+from typing import TYPE_CHECKING, Any, final, get_args
 
 from rich.markup import escape
 from rich.table import Table
@@ -60,34 +60,13 @@ class Report(Mapping[str, Measurement]):
 
     def save(self, path: str | Path) -> Path:
         """Write the report to a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InvalidValue(f"A report is saved as .json. Got {path.name!r}.")
-        content = {
-            "saltflat": 1,
-            "measurements": {k: store.encode(m) for k, m in self.measurements.items()},
-            "skipped": dict(self.skipped),
-            "provenance": asdict(self.provenance),
-            "notes": list(self.notes),
-        }
-        store.write(path, json.dumps(store.plain(content), indent=1, allow_nan=False))
-        return path
+        return store.save(path, "A report", store.plain(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
         """Read a report that `save` wrote."""
-        content = store.read(Path(path))
-        try:
-            provenance = dict(content["provenance"])
-            provenance["frozen"] = tuple(provenance["frozen"])
-            return cls(
-                {k: store.decode(m) for k, m in content["measurements"].items()},
-                content["skipped"],
-                Provenance(**provenance),
-                tuple(content["notes"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidValue(f"{path} is a damaged report: {error!r}.") from error
+        complaint = f"{path} is a damaged report"
+        return store.decoded(cls, store.read(path), complaint, _upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a measure."""
@@ -260,6 +239,15 @@ def invariance(m: Measurement) -> str:
     if m.invariant_to == EVERY_RESCALING:
         return "every rescaling"
     return ", ".join(kind for kind in get_args(Symmetry) if kind in m.invariant_to) or "nothing"
+
+
+def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Reports as written before bounds had a direction and errors degrees of freedom."""
+    for m in content.get("measurements", {}).values():
+        if m.get("lower_bound"):
+            m["bound"] = "lower"
+        m.setdefault("degrees", inf if m["exact"] or m.get("bound") else nan)
+    return content
 
 
 def _heading(m: Measurement) -> str:
