@@ -520,14 +520,19 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_reports_from_before_bounds_had_a_direction(tmp_path: Path) -> None:
-    """They say lower_bound, and nothing of degrees of freedom."""
-    made_now = [made(), made(exact=False, bound="lower"), made(exact=False, stderr=0.5)]
+    """They say lower_bound, nothing of degrees of freedom, and whose neurons they are in details."""
+    made_now = [
+        made(neurons="heads"),
+        made(exact=False, bound="lower"),
+        made(exact=False, stderr=0.5),
+    ]
     for m, degrees in zip(made_now, (math.inf, math.inf, math.nan), strict=True):
         path = report_of(m).save(tmp_path / "old.json")
         content = json.loads(path.read_text())
         old = content["measurements"]["rho"]
         old["lower_bound"] = old.pop("bound") == "lower"
         del old["degrees"]
+        old["details"]["neurons"] = old.pop("neurons")
         path.write_text(json.dumps(content))
         assert sf.Report.load(path)["rho"] == replace(m, degrees=degrees)
 

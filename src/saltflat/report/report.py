@@ -111,7 +111,11 @@ class Report(Mapping[str, Measurement]):
 
     def neurons(self, layer: str) -> Table:
         """The values by neuron of one layer, a column a measure."""
-        columns = {_heading(m): m.by_neuron[layer] for m in self.values() if layer in m.by_neuron}
+        columns = {
+            f"{m.name}, {m.neurons}" if m.neurons else m.name: m.by_neuron[layer]
+            for m in self.values()
+            if layer in m.by_neuron
+        }
         if not columns:
             known = {name: None for m in self.values() for name in m.by_neuron}
             raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
@@ -242,17 +246,14 @@ def invariance(m: Measurement) -> str:
 
 
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Reports as written before bounds had a direction and errors degrees of freedom."""
+    """As written before bounds had a direction, errors degrees of freedom and neurons a field."""
     for m in content.get("measurements", {}).values():
         if m.get("lower_bound"):
             m["bound"] = "lower"
+        if "neurons" not in m:
+            m["neurons"] = m["details"].pop("neurons", "")
         m.setdefault("degrees", inf if m["exact"] or m.get("bound") else nan)
     return content
-
-
-def _heading(m: Measurement) -> str:
-    """The measure, and which units its neurons are where it says so."""
-    return f"{m.name}, {m.details['neurons']}" if "neurons" in m.details else m.name
 
 
 def _settings(m: Measurement) -> str:
