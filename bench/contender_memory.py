@@ -30,10 +30,10 @@ def peak_mib(
 
 
 def _measure(case: str, contender: str, samples: int, size: int, device: str) -> float:
-    chosen = CONTENDERS[contender]
+    method = CONTENDERS[contender]
     problem = prepare(CASES[case], device).head(samples)
-    chosen.build(problem.head(2), 2)()
-    run = chosen.build(problem, size)
+    method.build(problem.head(2), 2)()
+    run = method.build(problem, size)
     return peak(run, device)
 
 

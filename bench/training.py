@@ -128,7 +128,7 @@ def steps(name: str, device: str, batch: int | None = None) -> dict[str, Callabl
 
         return build
 
-    found = {
+    methods = {
         "SGD": penal(lambda m: lambda y: torch.zeros((), device=device)),
         "SAM": wrapped(lambda m: sf.SAM(_sgd(m), rho=0.05)),
         "ASAM": wrapped(lambda m: sf.SAM(_sgd(m), rho=0.5, adaptive=True)),
@@ -139,10 +139,10 @@ def steps(name: str, device: str, batch: int | None = None) -> dict[str, Callabl
     }
     if network.batchnorm:
         for ascent in (0, 5):
-            found[f"BN-Sharpness, K₁ = {ascent}"] = wrapped(
+            methods[f"BN-Sharpness, K₁ = {ascent}"] = wrapped(
                 lambda m, ascent=ascent: sf.BNSharpnessSGD(_sgd(m), m, ascent_steps=ascent)  # type: ignore[misc]
             )
-    return found
+    return methods
 
 
 def _entropy(ready: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> Callable[[], Step]:

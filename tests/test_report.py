@@ -520,7 +520,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_reports_from_before_bounds_had_a_direction(tmp_path: Path) -> None:
-    """They say lower_bound, nothing of degrees of freedom, and whose neurons they are in details."""
+    """They say lower_bound, nothing of degrees of freedom, and `neurons` in details."""
     made_now = [
         made(neurons="heads"),
         made(exact=False, bound="lower"),

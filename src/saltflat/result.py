@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, cast, final
 
 from rich.table import Table
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from saltflat.printing import plain_text
 
 Value = TypeVar("Value", float, Tensor)
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,33 @@ class Certificate:
         return all(self.piecewise_linear.values())
 
 
+class Results(Mapping[str, Entry]):
+    """A dataclass as a read-only mapping, of what its first field maps, that prints itself."""
+
+    @property
+    def _entries(self) -> Any:
+        return getattr(self, fields(cast(Any, self))[0].name)
+
+    def __getitem__(self, name: str) -> Entry:
+        return cast(Entry, self._entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _width(self) -> int:
+        return 100
+
+    def __str__(self) -> str:
+        return plain_text(cast(Any, self), self._width())
+
+    __repr__ = __str__
+
+
 @dataclass(frozen=True, repr=False)
-class _Blocks(Mapping[str, Value]):
+class _Blocks(Results[Value]):
     """A read-only mapping from parameter names to values, in `named_parameters` order.
 
     `total` is the sum of all, `stderr` its standard error and `degrees` the degrees of freedom of
@@ -80,12 +106,6 @@ class _Blocks(Mapping[str, Value]):
 
     def __getitem__(self, name: str) -> Value:
         return self.details[name].value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.details)
-
-    def __len__(self) -> int:
-        return len(self.details)
 
     @property
     def exact(self) -> bool:
@@ -111,11 +131,6 @@ class _Blocks(Mapping[str, Value]):
         table.caption = "\n".join(captions) or None
         table.caption_justify = "left"
         return table
-
-    def __str__(self) -> str:
-        return plain_text(self)
-
-    __repr__ = __str__
 
 
 @final

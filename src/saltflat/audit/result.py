@@ -12,10 +12,9 @@ from typing import Any, Literal, final
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, MissingDependency, nearest
-from saltflat.measurement import Measurement, Symmetry
-from saltflat.printing import plain_text
-from saltflat.report import store
-from saltflat.symmetries import KINDS
+from saltflat.measurement import Measurement
+from saltflat.report import invariance, store
+from saltflat.result import Results
 
 Verdict = Literal["invariant", "undecided", "moved"]
 ORDER: tuple[Verdict, ...] = ("invariant", "undecided", "moved")
@@ -67,36 +66,6 @@ class Tolerances:
 
 @final
 @dataclass(frozen=True)
-class Reading:
-    """What a measure said of one model."""
-
-    value: float
-    certainty: str
-    stderr: float = 0.0
-    gap: float = 0.0
-    searched: bool = False
-    above: bool = False  # an upper bound, which may exceed its measure by more than its error
-    declared: frozenset[Symmetry] | None = None
-
-    @classmethod
-    def of(cls, m: Measurement) -> Reading:
-        return cls(
-            m.value,
-            m.certainty,
-            m.stderr,
-            m.gap,
-            m.lower_bound,
-            m.bound == "upper",
-            m.invariant_to,
-        )
-
-    def resolved(self, errors: float) -> bool:
-        """Whether the value is told from zero, so that its standard error can be believed."""
-        return not self.above and (self.stderr == 0 or abs(self.value) > errors * self.stderr)
-
-
-@final
-@dataclass(frozen=True)
 class Judgement:
     drift: float
     tolerance: float
@@ -104,22 +73,30 @@ class Judgement:
 
 
 def judge(
-    before: Reading, after: Reading, tolerances: Tolerances, excuse: float = 0.0
+    before: Measurement, after: Measurement, tolerances: Tolerances, excuse: float = 0.0
 ) -> Judgement:
-    """Compare two readings of one measure; `excuse` is how far the function itself moved."""
+    """Compare a measure of two models; `excuse` is how far the function itself moved."""
     change = abs(after.value - before.value)
     size = abs(before.value)
     allowed = before.gap + after.gap + tolerances.errors * math.hypot(before.stderr, after.stderr)
     tolerance = tolerances.closed + _EXCUSED * excuse + _relative(allowed, size)
-    if before.searched or after.searched:
+    if before.lower_bound or after.lower_bound:
         tolerance += tolerances.searched
     drift = _relative(change, size)
     if math.isnan(drift):
         return Judgement(math.inf, tolerance, "moved")
     if drift <= tolerance:
         return Judgement(drift, tolerance, "invariant" if tolerance < _USELESS else "undecided")
-    sure = before.resolved(tolerances.errors) and after.resolved(tolerances.errors)
+    sure = all(_resolved(m, tolerances.errors) for m in (before, after))
     return Judgement(drift, tolerance, "moved" if sure else "undecided")
+
+
+def _resolved(m: Measurement, errors: float) -> bool:
+    """Whether the value is told from zero, so that its standard error can be believed.
+
+    An upper bound is not: it may exceed its measure by more than its error.
+    """
+    return m.bound != "upper" and (m.stderr == 0 or abs(m.value) > errors * m.stderr)
 
 
 def _relative(change: float, size: float) -> float:
@@ -208,18 +185,12 @@ class Audited(Mapping[str, Drift]):
     @property
     def promise(self) -> str:
         """What is declared, in words."""
-        if self.declared is None:
-            return "–"
-        return (
-            "every rescaling"
-            if set(self.declared) == set(KINDS)
-            else ", ".join(self.declared) or "nothing"
-        )
+        return "–" if self.declared is None else invariance(self.declared)
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class Audit(Mapping[str, Audited]):
+class Audit(Results[Audited]):
     """Audited measures by name. `ok` is False if one moved that declares it does not.
 
     Attributes
@@ -259,15 +230,6 @@ class Audit(Mapping[str, Audited]):
         if name in self.skipped:
             raise KeyError(f"{name} does not apply: {self.skipped[name]}")
         raise KeyError(f"{name!r} was not audited. {nearest(name, self.rows)}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def ok(self) -> bool:
@@ -321,10 +283,8 @@ class Audit(Mapping[str, Audited]):
             f"estimate, {t.searched:g} for a searched supremum. ✗ moved. ? hidden by its error.",
         ]
 
-    def __str__(self) -> str:
-        return plain_text(self, width=130)
-
-    __repr__ = __str__
+    def _width(self) -> int:
+        return 130
 
 
 def _plot(audit: Audit, path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nan
@@ -14,9 +14,9 @@ from rich.table import Table
 
 from saltflat.errors import InvalidValue, MissingDependency, nearest
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.printing import plain_text
 from saltflat.report import store
 from saltflat.report.provenance import Provenance
+from saltflat.result import Results
 
 if TYPE_CHECKING:
     import pandas
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Report(Mapping[str, Measurement]):
+class Report(Results[Measurement]):
     """Measurements by name; `skipped` says why a measure is not among them.
 
     Examples
@@ -48,15 +48,6 @@ class Report(Mapping[str, Measurement]):
         if name in self.skipped:
             raise KeyError(f"{name} was not measured: {self.skipped[name]}")
         raise KeyError(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.measurements
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.measurements)
-
-    def __len__(self) -> int:
-        return len(self.measurements)
 
     def save(self, path: str | Path) -> Path:
         """Write the report to a .json file, whole or not at all."""
@@ -140,19 +131,16 @@ class Report(Mapping[str, Measurement]):
         table.add_column("invariant to")
         table.add_column("with")
         for m in self.values():
-            table.add_row(
-                m.name, f"{m.value:.6g}", m.certainty, invariance(m), escape(_settings(m))
-            )
+            kinds = invariance(m.invariant_to)
+            table.add_row(m.name, f"{m.value:.6g}", m.certainty, kinds, escape(_settings(m)))
         for name, reason in self.skipped.items():
             table.add_row(name, "–", "[dim]does not apply[/]", "", escape(reason))
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
         table.caption = escape("\n".join([*self.notes, *notes])) or None
         return table
 
-    def __str__(self) -> str:
-        return plain_text(self, width=120)
-
-    __repr__ = __str__
+    def _width(self) -> int:
+        return 120
 
 
 # What must be equal for numbers to be comparable, and how to say that it is not.
@@ -166,7 +154,7 @@ _SAME = {
 
 @final
 @dataclass(frozen=True, repr=False)
-class Comparison(Mapping[str, Report]):
+class Comparison(Results[Report]):
     """Reports by name. `problems` says why their numbers cannot be compared, if so.
 
     Examples
@@ -183,15 +171,6 @@ class Comparison(Mapping[str, Report]):
     def __post_init__(self) -> None:
         if not self.reports:
             raise InvalidValue("There is nothing to compare: no reports were given.")
-
-    def __getitem__(self, name: str) -> Report:
-        return self.reports[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.reports)
-
-    def __len__(self) -> int:
-        return len(self.reports)
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
@@ -225,24 +204,21 @@ class Comparison(Mapping[str, Report]):
                 error = f" ± {m.stderr:.2g}" if m is not None and m.stderr else ""
                 cells.append("–" if m is None else f"{m.value:.5g}{error}")
             one = next(r[measure] for r in self.values() if measure in r)
-            table.add_row(measure, *cells, invariance(one))
+            table.add_row(measure, *cells, invariance(one.invariant_to))
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
             table.caption = escape(f"Not comparable:\n{lines}")
         return table
 
-    def __str__(self) -> str:
-        wide = 60 + sum(max(14, len(name) + 3) for name in self)
-        return plain_text(self, width=max(120, wide))
-
-    __repr__ = __str__
+    def _width(self) -> int:
+        return max(120, 60 + sum(max(14, len(name) + 3) for name in self))
 
 
-def invariance(m: Measurement) -> str:
+def invariance(kinds: Collection[str]) -> str:
     """`every rescaling`, `layer, neuron`, or `nothing`."""
-    if m.invariant_to == EVERY_RESCALING:
+    if set(kinds) == EVERY_RESCALING:
         return "every rescaling"
-    return ", ".join(kind for kind in get_args(Symmetry) if kind in m.invariant_to) or "nothing"
+    return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
 
 
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
