@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, final
 
 from rich.table import Table
 
-from saltflat.errors import InvalidValue, MissingDependency, nearest
+from saltflat.errors import InvalidValue, nearest, optional
 from saltflat.measurement import Measurement
 from saltflat.report import invariance, store
 from saltflat.result import Results
@@ -291,13 +290,7 @@ def _plot(audit: Audit, path: Path) -> Path:
     """One panel for each kind of rescaling, one line a measure; both axes are logarithmic."""
     if not audit.kinds or not len(audit):
         raise InvalidValue("There is nothing to draw: the audit has no measure or no rescaling.")
-    try:
-        figures = import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingDependency(
-            "A picture needs matplotlib, which is not installed. "
-            "Install it with: pip install matplotlib"
-        ) from error
+    figures = optional("matplotlib.figure", "A picture")
     count = len(audit.kinds)
     figure = figures.Figure(figsize=(2.6 + 3.0 * count, 4.2), layout="constrained")
     axes = figure.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 from rich.markup import escape
 from rich.table import Table
 
-from saltflat.errors import InvalidValue, MissingDependency, nearest
+from saltflat.errors import InvalidValue, nearest, optional
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.report import store
 from saltflat.report.provenance import Provenance
@@ -61,13 +61,6 @@ class Report(Results[Measurement]):
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a measure."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingDependency(
-                "A DataFrame needs pandas, which is not installed. "
-                "Install it with: pip install pandas"
-            ) from error
         rows = [
             {
                 "measure": m.name,
@@ -81,7 +74,8 @@ class Report(Results[Measurement]):
             }
             for m in self.values()
         ]
-        return pandas.DataFrame(rows).set_index("measure")
+        frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(rows)
+        return frame.set_index("measure")
 
     def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Comparison:
         """The two side by side, and whether that is meaningful."""
@@ -89,16 +83,8 @@ class Report(Results[Measurement]):
 
     def layers(self) -> Table:
         """The values by layer, a column a measure."""
-        columns = [m for m in self.values() if m.by_layer]
-        names = list(dict.fromkeys(layer for m in columns for layer in m.by_layer))
-        table = Table(title="By layer", title_justify="left")
-        table.add_column("layer")
-        for m in columns:
-            table.add_column(m.name, justify="right")
-        for layer in names:
-            cells = [f"{m.by_layer[layer]:.5g}" if layer in m.by_layer else "" for m in columns]
-            table.add_row(layer, *cells)
-        return table
+        columns = {m.name: m.by_layer for m in self.values() if m.by_layer}
+        return _grid("By layer", "layer", columns)
 
     def neurons(self, layer: str) -> Table:
         """The values by neuron of one layer, a column a measure."""
@@ -110,14 +96,8 @@ class Report(Results[Measurement]):
         if not columns:
             known = {name: None for m in self.values() for name in m.by_neuron}
             raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
-        table = Table(title=escape(f"By neuron, layer {layer}"), title_justify="left")
-        table.add_column("neuron", justify="right")
-        for name in columns:
-            table.add_column(name, justify="right")
-        for j in range(max(map(len, columns.values()))):
-            cells = [f"{float(v[j]):.5g}" if j < len(v) else "" for v in columns.values()]
-            table.add_row(str(j), *cells)
-        return table
+        by_number = {k: dict(enumerate(v.tolist())) for k, v in columns.items()}
+        return _grid(f"By neuron, layer {layer}", "neuron", by_number, justify="right")
 
     def __rich__(self) -> Table:
         p = self.provenance
@@ -219,6 +199,23 @@ def invariance(kinds: Collection[str]) -> str:
     if set(kinds) == EVERY_RESCALING:
         return "every rescaling"
     return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
+
+
+def _grid(
+    title: str,
+    rows: str,
+    columns: Mapping[str, Mapping[Any, float]],
+    justify: Literal["left", "right"] = "left",
+) -> Table:
+    """A column for each name, a row for each key that any of them has."""
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column(rows, justify=justify)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for key in dict.fromkeys(key for values in columns.values() for key in values):
+        cells = [f"{values[key]:.5g}" if key in values else "" for values in columns.values()]
+        table.add_row(str(key), *cells)
+    return table
 
 
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
