@@ -40,7 +40,7 @@ bench: $(STAMP) ## compare speed, error and memory with the alternatives (BENCH=
 	$(BIN)/python -m bench.curvature $(BENCH)
 
 # The other benchmarks: python -m bench.measures | bench.training | bench.fam | bench.convex |
-# bench.profile | bench.h200
+# bench.profile | bench.versions | bench.h200; bench/README.md lists what they found.
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.cases import Case
-from bench.measure import Entry
+from bench.contest import Entry
 
 
 @dataclass(frozen=True)

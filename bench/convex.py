@@ -50,14 +50,14 @@ def show(name: str, run: Callable[[], Balanced | Minimum], repeats: int) -> None
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter(), time.process_time()
-        found = run()
+        result = run()
         seconds.append((time.perf_counter() - start[0], time.process_time() - start[1]))
     wall, processor = (min(times) for times in zip(*seconds, strict=True))
-    rounds = found.sweeps if isinstance(found, Balanced) else found.steps
-    kind = "attained" if found.attained else "not attained"
+    rounds = result.sweeps if isinstance(result, Balanced) else result.steps
+    kind = "attained" if result.attained else "not attained"
     print(
-        f"{name:32} {wall:6.2f} s, CPU {processor:5.2f} s   value {found.value:.6g}   {kind}   "
-        f"relative gap {found.gap / found.value:.1e}   {rounds} rounds",
+        f"{name:32} {wall:6.2f} s, CPU {processor:5.2f} s   value {result.value:.6g}   {kind}   "
+        f"relative gap {result.gap / result.value:.1e}   {rounds} rounds",
         flush=True,
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.cases import CASES, NETWORKS, Case
-from bench.device import configure, describe
-from bench.measure import Entry, Settings, measure
+from bench.contest import Entry, Settings, measure
+from bench.device import configure, describe, machine
 from bench.table import save, terminal
 
 _RESULTS = Path(__file__).parent / "results"
@@ -54,7 +54,7 @@ def main() -> None:
         console = Console(width=_WIDTH)
     title = f"Exact curvature: {describe(options.device, options.tf32)}"
     suffix = "" if options.device == "cpu" else "-tf32" if options.tf32 else "-fp32"
-    stem = (options.out or _RESULTS) / f"curvature-{options.device}{suffix}"
+    stem = (options.out or _RESULTS) / f"curvature-{machine(options.device)}{suffix}"
     results: dict[str, dict[str, Entry]] = {}
     for case in _chosen(options):
         console.print(f"measuring {case.name} …", style="dim")

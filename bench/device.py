@@ -15,6 +15,11 @@ def configure(device: str, tf32: bool) -> None:
         torch.backends.cudnn.allow_tf32 = tf32
 
 
+def machine(device: str) -> str:
+    """What names of results call it: cpu, or the GPU's model, e.g. h200."""
+    return torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else device
+
+
 def describe(device: str, tf32: bool) -> str:
     """One line for the head of a table."""
     where = torch.cuda.get_device_name() if device == "cuda" else f"{THREADS} CPU threads"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.device import THREADS, describe
+from bench.device import THREADS, describe, machine
 from bench.timing import Timed, Times, clocked, in_turns
 from saltflat.curvature.estimators import Hutchinson
 from saltflat.training.fam import FAM
@@ -143,12 +143,12 @@ def main() -> None:
         run()
         timed[name] = Timed(run, clocked(run, options.device)[0])
     times = in_turns(timed, options.repeats, options.device)
-    machine = describe(options.device, False).replace(
+    where = describe(options.device, False).replace(
         f"{THREADS} CPU threads", f"{options.threads} CPU threads"
     )
-    text = table(times, f"batch {options.batch}, {machine}", _agree(options.device))
+    text = table(times, f"batch {options.batch}, {where}", _agree(options.device))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"fam-{options.device}.md").write_text(text)
+    (options.out / f"fam-{machine(options.device)}.md").write_text(text)
     print(text)
 
 

@@ -1,7 +1,7 @@
 """A large GPU: what an exact trace and diagonal of ResNet-18 cost there, and where that goes.
 
-`python -m bench.h200 FOLDER` writes h200-fp32.md, h200-tf32.md, the same as JSON and the tables of
-the profiler to the folder; `--precisions tf32` does one of the two.
+`python -m bench.h200 FOLDER` writes curvature-h200-fp32.md and -tf32.md, the same as JSON and the
+tables of the profiler to the folder; `--precisions tf32` does one of the two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import saltflat
 from bench.cases import CASES, CLASSES, NETWORKS, Problem, prepare
 from bench.contenders import CONTENDERS, reference
-from bench.device import configure, describe
-from bench.measure import error_of
+from bench.contest import error_of
+from bench.device import configure, describe, machine
 from bench.peers import Values
 from bench.phases import Marked, split
 from bench.timing import Timed, Times, clocked, in_turns
@@ -73,7 +73,9 @@ def _phases(
     run = CONTENDERS[name].build(marked, len(problem.x))
     run()
     times, table = split(run, options.device)
-    (options.folder / f"h200-profile-{name}-{_name(tf32)}.txt").write_text(table + "\n")
+    (options.folder / f"profile-{machine(options.device)}-{name}-{_name(tf32)}.txt").write_text(
+        table + "\n"
+    )
     return times
 
 
@@ -133,7 +135,7 @@ def main() -> None:
     exact = reference(problem)
     for precision in options.precisions:
         result = _measure(problem, exact, precision == "tf32", options)
-        stem = options.folder / f"h200-{precision}"
+        stem = options.folder / f"curvature-{machine(options.device)}-{precision}"
         stem.with_suffix(".md").write_text(_markdown(result, options), encoding="utf-8")
         stem.with_suffix(".json").write_text(json.dumps(asdict(result), indent=1) + "\n")
         print(_markdown(result, options), flush=True)

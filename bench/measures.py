@@ -46,14 +46,14 @@ _RESULTS = Path(__file__).parent / "results"
 
 def runs(problem: Problem) -> dict[str, Callable[[], object]]:
     data = (problem.x, problem.y)
-    found: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "diagonal": lambda: saltflat.diagonal(problem.model, data)
     }
     for name, measures in ROWS.items():
-        found[name] = lambda measures=measures: saltflat.measure(  # type: ignore[misc]
+        calls[name] = lambda measures=measures: saltflat.measure(  # type: ignore[misc]
             problem.model, data, measures=measures, progress=False
         )
-    return found
+    return calls
 
 
 def lines(name: str, repeats: int, seconds: float) -> list[str]:
@@ -67,14 +67,12 @@ def lines(name: str, repeats: int, seconds: float) -> list[str]:
     rounds = int(seconds / sum(each.first for each in timed.values()))
     times = in_turns(timed, min(repeats, rounds), "cpu")
     one = times["diagonal"].best
-    found = []
+    rows = []
     for row, each in times.items():
         must = f"≤ {MOST} {'✓' if each.best <= MOST * one else '✗'}"
         shown = must if row == next(iter(ROWS)) else ""
-        found.append(
-            f"| {name} | {row} | {each.best * 1e3:.4g} | {each.best / one:.3g} | {shown} |"
-        )
-    return found
+        rows.append(f"| {name} | {row} | {each.best * 1e3:.4g} | {each.best / one:.3g} | {shown} |")
+    return rows
 
 
 def main() -> None:

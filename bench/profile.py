@@ -49,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     configure("cpu", False)
     problem = prepare(CASES[options.case], "cpu")
-    found = {name: _line(problem, name) for name in options.methods}
+    profiles = {name: _line(problem, name) for name in options.methods}
     command = f"python -m bench.profile {options.case} --methods {' '.join(options.methods)}"
     lines = [
         f"# {options.case}: {describe('cpu', False)}",
@@ -60,14 +60,14 @@ def main() -> None:
         "",
         "| | whole, best | whole, mean | forward | backward | elsewhere |",
         "|---|---:|---:|---:|---:|---:|",
-        *(line for line, _ in found.values()),
+        *(line for line, _ in profiles.values()),
         "",
-        *(f"## {CONTENDERS[n].title}\n\n```\n{table}\n```" for n, (_, table) in found.items()),
+        *(f"## {CONTENDERS[n].title}\n\n```\n{table}\n```" for n, (_, table) in profiles.items()),
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"profile-cpu-{options.case.replace('/', '-')}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines[: 9 + len(found)]))
+    print("\n".join(lines[: 9 + len(profiles)]))
 
 
 if __name__ == "__main__":

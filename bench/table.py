@@ -13,7 +13,7 @@ from rich.table import Table
 from bench.bars import checks, ratio
 from bench.cases import CASES, Case
 from bench.contenders import CONTENDERS
-from bench.measure import Entry
+from bench.contest import Entry
 
 Results = Mapping[str, Mapping[str, Entry]]  # case name → contender → entry
 
@@ -26,8 +26,9 @@ LEGEND = """\
 Ratios are of the best times of one run, in which all methods took turns; one gradient is a backward
 pass of the mean cross-entropy over the same data in one batch. saltflat keeps
 nothing from one call to the next: every check is in every time. Peers run at the batch size that
-was fastest for them. The error is Σ|value − exact| / Σ|exact| against float64, over layer traces or
-over the entries of a diagonal; for fewer than 100 probes, the standard error that 100 would have.
+was fastest for them. The error is Σ|value − exact| / Σ|exact| against BackPACK in float64, over
+layer traces or over the entries of a diagonal; for fewer than 100 probes, the standard error that
+100 would have.
 Where an input of a ReLU is all but zero, float32 rounding may take the other side: one such flip in
 a deep network makes an error near 1e-4, for whichever method met it.
 Peak memory is what one run, in a process of its own, adds to what was resident before.

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat as sf
-from bench.device import configure, describe
+from bench.device import configure, describe, machine
 from bench.fam import FullHessian
-from bench.peak import peak
+from bench.peak_memory import peak
 from bench.timing import Timed, Times, clocked, in_turns
 from saltflat.zoo import resnet18
 
@@ -128,7 +128,7 @@ def steps(name: str, device: str, batch: int | None = None) -> dict[str, Callabl
 
         return build
 
-    found = {
+    methods = {
         "SGD": penal(lambda m: lambda y: torch.zeros((), device=device)),
         "SAM": wrapped(lambda m: sf.SAM(_sgd(m), rho=0.05)),
         "ASAM": wrapped(lambda m: sf.SAM(_sgd(m), rho=0.5, adaptive=True)),
@@ -139,10 +139,10 @@ def steps(name: str, device: str, batch: int | None = None) -> dict[str, Callabl
     }
     if network.batchnorm:
         for ascent in (0, 5):
-            found[f"BN-Sharpness, K₁ = {ascent}"] = wrapped(
+            methods[f"BN-Sharpness, K₁ = {ascent}"] = wrapped(
                 lambda m, ascent=ascent: sf.BNSharpnessSGD(_sgd(m), m, ascent_steps=ascent)  # type: ignore[misc]
             )
-    return found
+    return methods
 
 
 def _entropy(ready: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> Callable[[], Step]:
@@ -217,7 +217,7 @@ def main() -> None:
             lines.append(f"| {name} | {row} | {each.best * 1e3:.4g} | {ratio} | {mib} |")
             print(lines[-1], flush=True)
         options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"training-{options.device}.md"
+        path = options.out / f"training-{machine(options.device)}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

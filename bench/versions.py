@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, nargs="?", help="working tree of another version")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=_NAMES)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=_RESULTS)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -124,7 +125,8 @@ def main() -> None:
     lines = [f"# {title}", "", *("| " + " | ".join(row) + " |" for row in (HEADER, *rows))]
     lines.insert(3, "|" + "---|" * len(HEADER))
     lines += ["", f"Medians; {THREADS} threads a process, one process at work at a time."]
-    (_RESULTS / "versions-cpu.md").write_text("\n".join(lines) + "\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "versions-cpu.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from saltflat import Diagonal, Trace
 
 #: of the block's largest entry, by the dtype that was computed in
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -20,7 +21,7 @@ def float64(value: float | Tensor) -> Tensor:
 
 
 def agrees(
-    result: Mapping[str, Any],
+    result: Trace | Diagonal,
     blocks: Mapping[str, Tensor],
     dtype: torch.dtype = torch.float64,
     *,
@@ -52,7 +53,7 @@ def agrees(
         assert detail.reason, name
 
 
-def uncertain(result: Mapping[str, Any], name: str, block: Tensor) -> None:
+def uncertain(result: Trace | Diagonal, name: str, block: Tensor) -> None:
     """An estimate admits to be one, by a standard error above zero."""
     detail = result.details[name]
     assert not detail.exact

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import networks as net
@@ -136,7 +136,8 @@ class Case:
         """The oracle in float64, on weights and data that were rounded to `dtype`."""
         model = self.model(dtype, twin=True).double()
         loss = cast(self.dense_loss or self.loss, torch.float64)
-        return Dense(model, *cast(self.data(dtype), torch.float64), loss)
+        x, y = cast(self.data(dtype), torch.float64)
+        return Dense(model, x, y, loss)
 
     def certified(self, name: str) -> bool | None:
         """Whether this block must be exact; None where either is right."""
@@ -268,11 +269,11 @@ NORMALISATIONS = [
     norm("rms norm", nn.Linear(4, 5), nn.RMSNorm(5), 4),
 ]
 ACTIVATIONS = [
-    Case(f"mlp {act().__class__.__name__}", lambda act=act: net.mlp(act), rules={"2.*": "linear"})
+    Case(f"mlp {act().__class__.__name__}", partial(net.mlp, act), rules={"2.*": "linear"})
     for act in (nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.ReLU6, nn.Softshrink, nn.Identity)
 ]
 BENDS = [
-    Case(f"mlp {act().__class__.__name__}", lambda act=act: net.mlp(act), curved=("0.*",))
+    Case(f"mlp {act().__class__.__name__}", partial(net.mlp, act), curved=("0.*",))
     for act in (nn.Tanh, nn.GELU, nn.SiLU, nn.Softplus, nn.ELU)
 ]
 WEIGHT_NORM, SPECTRAL = parametrizations.weight_norm, parametrizations.spectral_norm

@@ -1,4 +1,4 @@
-"""Networks and losses for the tests of FAM, and the paper's double sum over a dense Hessian."""
+"""Networks and losses for the tests of FAM, and what its penalty must be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from dense import Dense
+from papers import kappa_trace, layers, relative_flatness
 from torch import Tensor, nn
 
 from saltflat.training.fam import FAM
@@ -18,22 +19,9 @@ N, K = 6, 3
 def kappa(
     model: nn.Module, x: Tensor, y: Any, loss: Any, name: str, *, simplified: bool = False
 ) -> float:
-    """Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'} as printed, rows s, s' of the same group."""
-    dense = Dense(model, x, y, loss, names=[f"{name}.weight"])
-    w = dense.parameters[f"{name}.weight"].detach().flatten(1)
-    out, width = w.shape
-    h = dense.hessian.reshape(out, width, out, width)
-    if simplified:
-        return float(
-            w.square().sum() * sum(h[s, k, s, k] for s in range(out) for k in range(width))
-        )
-    size = out // getattr(model.get_submodule(name), "groups", 1)
-    total = 0.0
-    for s in range(out):
-        for t in range(out):
-            if s // size == t // size:
-                total += float(w[s] @ w[t] * h[s, :, t].trace())
-    return total
+    """What the penalty of a layer must be."""
+    layer = layers(Dense(model, x, y, loss, names=[f"{name}.weight"]))[name]
+    return kappa_trace(layer) if simplified else relative_flatness(layer)
 
 
 def penalty(model: nn.Module, x: Any, y: Any, layer: str, **options: Any) -> float:

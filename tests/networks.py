@@ -137,7 +137,7 @@ class Tokens(nn.Module):
 
     def __init__(self, k: int = 3, **options: object) -> None:
         super().__init__()
-        self.embed = nn.Embedding(6, 3, **options)  # type: ignore[arg-type]
+        self.embed = nn.Embedding(6, 3, **options)
         self.fc1, self.fc2 = nn.Linear(3, 4), nn.Linear(4, k)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -437,7 +437,7 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(
-        BertConfig(
+        BertConfig(  # type: ignore[call-arg]
             vocab_size=7,
             hidden_size=4,
             num_hidden_layers=1,
@@ -453,7 +453,7 @@ def bert() -> nn.Module:
 def gpt2(head: str = "GPT2ForSequenceClassification") -> nn.Module:
     import transformers
 
-    config = transformers.GPT2Config(
+    config = transformers.GPT2Config(  # type: ignore[call-arg]
         vocab_size=6,
         n_positions=4,
         n_embd=4,

@@ -58,7 +58,7 @@ class Run:
     """A model in training: what steps, and what is added to the loss."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any  # a torch Optimizer, which may perturb
     penalty: Penalty | None = None
     called: nn.Module | None = None  # the model in a wrapper
 
@@ -73,7 +73,11 @@ class Run:
         return isinstance(self.optimizer, PerturbedOptimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "penalty": self.penalty}
+        parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "penalty": self.penalty,
+        }
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,10 +111,10 @@ class Run:
                 return sum(losses)  # type: ignore[return-value]
 
             if by_closure:
-                self.optimizer.step(closure)  # type: ignore[arg-type]
+                self.optimizer.step(closure)
             else:
                 closure()
-                while self.perturbs and self.optimizer.perturb():  # type: ignore[attr-defined]
+                while self.perturbs and self.optimizer.perturb():
                     backward()
                 between()
                 self.optimizer.step()

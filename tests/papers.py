@@ -98,7 +98,8 @@ def relative_flatness(layer: Layer, scale: Tensor | None = None) -> float:
     u, w, h = layer.units, layer.w, layer.hessian
     if scale is not None:
         each = scale[u.into]
-        w, h = w * each, h / each[:, None] / each[None]
+        inverse = torch.where(each > 0, 1 / each, 0.0)
+        w, h = w * each, h * inverse[:, None] * inverse[None]
     entries: dict[int, dict[tuple[int, int], int]] = {}  # output -> input -> which entry
     for e, (o, i, k) in enumerate(
         zip(*(v.tolist() for v in (u.out, u.into, u.place)), strict=True)

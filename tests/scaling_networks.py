@@ -263,7 +263,7 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(
-        BertConfig(
+        BertConfig(  # type: ignore[call-arg]
             vocab_size=5,
             hidden_size=4,
             num_hidden_layers=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class NormLoss(nn.Module):
 
     def __init__(self, burn: Callable[[], None]) -> None:
         super().__init__()
-        self.norm, self.burn, self.seen = nn.BatchNorm1d(3, affine=False), burn, []
+        self.norm, self.burn = nn.BatchNorm1d(3, affine=False), burn
+        self.seen: list[Any] = []
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.seen.append(len(outputs))
@@ -93,6 +95,7 @@ class AverageBuffer(Net):
     def __init__(self, momentum: float) -> None:
         super().__init__()
         self.momentum = momentum
+        self.centre: Tensor
         self.register_buffer("centre", torch.zeros(5))
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -269,8 +272,14 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
     "old weight norm": old_weight_norm,
     "parametrized": parametrized,
 }
+
+
+def _double(make: Callable[[], nn.Module]) -> nn.Module:
+    return make().double()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    name: (lambda make=make: make().double()) for name, make in _MODELS.items()
+    name: partial(_double, make) for name, make in _MODELS.items()
 }
 
 

@@ -24,6 +24,7 @@ MAY_USE: dict[str, set[str]] = {
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},
 }
+OUTSIDE = {"zoo", "datasets", "demo"}
 MOST_LINES = 40
 MOST_MODULES = 100
 
@@ -100,6 +101,17 @@ def test_directions(name: str) -> None:
         if where and (SOURCE / where[0]).is_dir()
     }
     assert used - {name} <= MAY_USE[name]
+
+
+def test_networks_data_and_demonstrations_are_used_by_demonstrations_alone() -> None:
+    """They are shipped, and nothing that measures or trains may come to need them."""
+    users = {
+        room(path)
+        for path in MODULES
+        for node, where in imports(path)
+        if {*where[:1], *(() if where else (name.name for name in node.names))} & OUTSIDE
+    }
+    assert users == {"demo"}
 
 
 def test_every_room_is_in_the_table() -> None:

@@ -425,7 +425,7 @@ def test_what_is_refused(options: dict[str, Any], error: type[SaltflatError], ma
 
 def test_a_model_must_be_one() -> None:
     with pytest.raises(InvalidType, match=r"torch\.nn\.Module"):
-        audit(len, points())  # type: ignore[arg-type]
+        audit(len, points())
 
 
 def test_errors_of_functions_name_them() -> None:

@@ -14,12 +14,13 @@ import pytest
 from rich.console import Console
 
 from saltflat.audit import Audit, Audited, Drift, Tolerances
-from saltflat.audit.result import Reading, judge
+from saltflat.audit.result import judge
 from saltflat.errors import InvalidValue, MissingDependency
+from saltflat.measurement import Measurement
 
 
-def reading(value: float, **fields: Any) -> Reading:
-    return Reading(value, "", **fields)
+def reading(value: float, **fields: Any) -> Measurement:
+    return Measurement(name="", value=value, exact=True, **fields)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +45,14 @@ def reading(value: float, **fields: Any) -> Reading:
         (reading(1.0, stderr=0.5), reading(5.0, stderr=0.1), "undecided"),
         (reading(1.0, stderr=0.01), reading(-50.0, stderr=12.6), "undecided"),
         (reading(1.0, stderr=0.01), reading(-50.0, stderr=12.0), "moved"),
-        (reading(1.0, stderr=0.01), reading(50.0, stderr=0.1, above=True), "undecided"),
+        (reading(1.0, stderr=0.01), reading(50.0, stderr=0.1, bound="upper"), "undecided"),
         (reading(1.0, stderr=0.01), reading(50.0, stderr=0.1), "moved"),
         # searched suprema
-        (reading(1.0, searched=True), reading(1.0099, searched=True), "invariant"),
-        (reading(1.0, searched=True), reading(1.011, searched=True), "moved"),
+        (reading(1.0, bound="lower"), reading(1.0099, bound="lower"), "invariant"),
+        (reading(1.0, bound="lower"), reading(1.011, bound="lower"), "moved"),
     ],
 )
-def test_verdicts(before: Reading, after: Reading, verdict: str) -> None:
+def test_verdicts(before: Measurement, after: Measurement, verdict: str) -> None:
     assert judge(before, after, Tolerances()).verdict == verdict
 
 

@@ -145,7 +145,7 @@ def trained(model: nn.Module) -> nn.Module:
 def on_spheres(model: nn.Module, z: dict[str, Tensor]) -> dict[str, Tensor]:
     """φ(θ) for `normed`: the first Linear feeds BatchNorm, the second does not."""
     first = z["0.weight"] / z["0.weight"].norm(dim=1, keepdim=True)
-    own = model[0].weight.detach().norm(dim=1, keepdim=True)  # type: ignore[index, operator, union-attr]
+    own = model[0].weight.detach().norm(dim=1, keepdim=True)
     return {"0.weight": first * own, "4.weight": z["4.weight"] / z["4.weight"].norm()}
 
 
@@ -157,7 +157,7 @@ def slope_of(model: nn.Module, data: Data) -> dict[str, Tensor]:
 
 def naive_limit(model: nn.Module, data: Data, p: float) -> float:
     g = slope_of(model, data)
-    own = model[0].weight.detach()  # type: ignore[index, operator, union-attr]
+    own = model[0].weight.detach()
     total = sum(float(w.norm() * each.norm()) for w, each in zip(own, g["0.weight"], strict=True))
     return (2 / (p + 1)) ** (1 / p) * (total + float(g["4.weight"].norm()))
 
@@ -234,9 +234,9 @@ def test_the_mean_is_over_batches() -> None:
 def test_zero_filters_have_no_direction() -> None:
     model, data = seeded(normed), points(features=3)
     with torch.no_grad():
-        model[0].weight[1] = 0.0  # type: ignore[index, operator, union-attr]
+        model[0].weight[1] = 0.0
     for strategy in ("ascent", "small_delta"):
-        found = compute(BNSharpness(strategy=strategy), model, data)  # type: ignore[arg-type]
+        found = compute(BNSharpness(strategy=strategy), model, data)
         assert math.isfinite(found.value)
         assert any(note.endswith("stay: 1") for note in found.notes)
 
@@ -268,8 +268,8 @@ def test_bn_sharpness_does_not_feel_the_scale_of_filters_that_feed_batchnorm() -
     def values(eps: float, scale: Tensor, head: float = 1.0) -> list[float]:
         model = seeded(lambda: normed(eps))
         with torch.no_grad():
-            model[0].weight *= scale[:, None]  # type: ignore[index, operator, union-attr]
-            model[4].weight *= head  # type: ignore[index, operator, union-attr]
+            model[0].weight *= scale[:, None]
+            model[4].weight *= head
         measures = [BNSharpness(), BNSharpness(delta=0.1), BNSharpness(strategy="small_delta")]
         return [compute(m, model, points(features=3)).value for m in measures]
 

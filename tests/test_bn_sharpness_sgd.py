@@ -51,7 +51,7 @@ def gradient_direction(model: nn.Module) -> dict[str, Tensor]:
     """u: the gradient, divided by its norm filter by filter, and the rest by its own."""
     theta = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     grads = dict(
-        zip(theta, torch.autograd.grad(loss_at(model, theta), theta.values()), strict=True)
+        zip(theta, torch.autograd.grad(loss_at(model, theta), list(theta.values())), strict=True)
     )
     rest = torch.cat([g.flatten() for n, g in grads.items() if n not in FED]).norm()
     return {n: g / (norms(g) if n in FED else rest) for n, g in grads.items()}

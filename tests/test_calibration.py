@@ -188,7 +188,7 @@ def context(name: str, probes: int, seed: int) -> Context:
     forms: dict[Kind, Form] = {"columns": "columns", "rows": "rows", "flatness": "flatness"}
     for kind, form in forms.items():
         quantities[kind] = estimate_form(times, weights, form, estimator, kept, in_full=False)
-    return Context(None, layers(), quantities, _group=group())  # type: ignore[arg-type]
+    return Context(None, layers(), quantities, _group=group())
 
 
 # Traces and diagonals
@@ -249,7 +249,9 @@ def closed_forms(name: str) -> dict[str, float]:
         "kappa_trace": sum(float(v.square().sum()) * s for v, s in zip(w, trace, strict=True)),
         "columns": sum(float(torch.einsum("oipi,oi,pi->", f, v, v)) for f, v in pairs),
         "rows": sum(float(torch.einsum("oioj,oi,oj->", f, v, v)) for f, v in pairs),
-        "relative_flatness": float(torch.einsum("oipi,oj,pj->", forms[1], w[1], w[1])),
+        "relative_flatness": papers.relative_flatness(
+            papers.Layer(w[1].reshape(-1), papers.plain(*w[1].shape), second)
+        ),
         "simplified": float(w[1].square().sum()) * trace[1],
         "minimum_sharpness": 2 * math.sqrt(trace[0] * trace[1]),
         "neuronwise_minimum_sharpness": 2 * float(units.sum()),
@@ -326,7 +328,7 @@ def test_known_and_estimated_curvature_together(known: str) -> None:
     diagonal = Quantity(values, draws, drawn.sizes)
     sums = {n: v.sum() for n, v in values.items()}, {n: d.sum((1, 2)) for n, d in draws.items()}
     quantities: dict[Kind, Quantity] = {"trace": Quantity(*sums, drawn.sizes), "diagonal": diagonal}
-    mixed = Context(None, layers(), quantities, _group=group())  # type: ignore[arg-type]
+    mixed = Context(None, layers(), quantities, _group=group())
     for key, measure in MINIMA.items():
         found = measure.compute(mixed)
         assert (found.exact, found.bound) == (False, "upper")

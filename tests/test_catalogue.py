@@ -91,9 +91,7 @@ def test_a_measure_says_whose_its_neurons_are() -> None:
 
         def compute(self, context: Context) -> Measurement:
             values = {"0": torch.ones(2, dtype=torch.float64)}
-            return self.measurement(
-                value=2.0, exact=True, by_neuron=values, details={"neurons": "heads"}
-            )
+            return self.measurement(value=2.0, exact=True, by_neuron=values, neurons="heads")
 
     model = nn.Sequential(nn.Linear(3, 3)).double()
     table = sf.measure(model, DATA, measures=[Named(), "kappa_trace"]).neurons("0")

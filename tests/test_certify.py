@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import networks as net
@@ -170,7 +171,7 @@ def test_the_verdict_does_not_depend_on_units(inner, outer, dtype: torch.dtype) 
 
     for act, linear in ((nn.ReLU(), True), (nn.Tanh(), False), (nn.LayerNorm(5), False)):
         torch.manual_seed(0)
-        model = net.mlp(lambda act=act: Rescaled(act)).to(dtype)
+        model = net.mlp(partial(Rescaled, act)).to(dtype)
         model[0].weight.data *= inner / outer
         model[0].bias.data *= inner
         x, y = outer * torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))

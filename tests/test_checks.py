@@ -56,7 +56,7 @@ def test_choices_and_seeds() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SamSharpness(steps=1.5), "steps must be an integer"),  # type: ignore[arg-type]
+        (lambda: SamSharpness(steps=1.5), "steps must be an integer"),
         (lambda: SamSharpness(restarts=-1), "restarts must be an integer of at least 0"),
         (lambda: DeltaSharpness(delta=inf), "delta must be a finite number above 0"),
         (lambda: BNSharpness(p=0.5), "p must be a finite number at least 1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import networks as net
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from agree import agrees
 from cases import BY_NAME, Case
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import saltflat as sf
@@ -114,9 +117,7 @@ def test_wrappers_are_seen_through() -> None:
     case = BY_NAME["mlp"]
     check(case, case.data(), torch.compile(case.model(), backend="eager"))
     check(case, case.data(), nn.DataParallel(case.model()))
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         check(case, case.data(), nn.parallel.DistributedDataParallel(case.model()))
     finally:
@@ -195,8 +196,8 @@ EDGES = torch.arange(60).reshape(2, 30) % 12
 
 def graph(edges: torch.Tensor = EDGES) -> Batch:
     class Nodes(nn.Linear):
-        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.index_add(0, edges[0], x[edges[1]]))
+        def forward(self, input: torch.Tensor, edges: Any = EDGES) -> torch.Tensor:
+            return super().forward(input.index_add(0, edges[0], input[edges[1]]))
 
     risk = Risk(Nodes(3, 2), [((NODES, edges), torch.zeros(12, dtype=torch.long))])
     with risk.session():

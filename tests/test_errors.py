@@ -6,6 +6,7 @@ import copy
 import importlib
 import pkgutil
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ X, Y = BY_NAME["mlp"].data(n=6)
 BATCHES = [(X[:2], Y[:2]), (X[2:4], Y[2:4]), (X[4:], Y[4:])]
 
 
-def model() -> nn.Sequential:
+def model() -> Any:
     return BY_NAME["mlp"].model()
 
 
@@ -72,7 +73,7 @@ def test_arguments(kind, arguments, words) -> None:
 def test_probes(probes: object) -> None:
     """One probe has no standard error, and a few have one that does not hold."""
     with pytest.raises(ValueError, match=r"probes .* at least 4: the samples share") as caught:
-        sf.Hutchinson(probes=probes)  # type: ignore[arg-type]
+        sf.Hutchinson(probes=probes)
     assert isinstance(caught.value, sf.SaltflatError)
 
 
@@ -447,7 +448,7 @@ def test_a_model_that_fails_on_a_later_batch() -> None:
 
 
 def test_an_output_that_fails() -> None:
-    refuses(ForwardError, "batch 0", "IndexError", output=lambda out: (out,)[1])
+    refuses(ForwardError, "batch 0", "IndexError", output=lambda out: [out][1])
 
 
 class Own(RuntimeError):

@@ -198,8 +198,8 @@ def test_batches_of_different_lengths() -> None:
     u = torch.randint(6, (4, 4), generator=torch.Generator().manual_seed(2))
     v = u % 3
     parts = [
-        Dense(case.model(), *pair, lambda o, y: len(o) * o.shape[1] * class_last(o, y))
-        for pair in ((x, y), (u, v))
+        Dense(case.model(), a, b, lambda o, y: len(o) * o.shape[1] * class_last(o, y))
+        for a, b in ((x, y), (u, v))
     ]
     mean = sum(part.hessian for part in parts) / (3 * 2 + 4 * 4)
     for batches in ([(x, y), (u, v)], [(u, v), (x, y)]):

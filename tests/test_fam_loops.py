@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from dense import Dense
 from fam_cases import LABELS, WEIGHTED, K, N, batch_dice, kappa, make, penalty
+from papers import layers, relative_flatness
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -313,7 +314,7 @@ def test_bad_layers(layer: Any, error: type[Exception], words: str) -> None:
 def test_bad_arguments() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module. Got int"):
-        FAM(3, "fc")  # type: ignore[arg-type]
+        FAM(3, "fc")
     with pytest.raises(ValueError, match="no Linear layer"):
         FAM(nn.Conv1d(1, 1, 1))
     for strength in (-1.0, float("nan"), float("inf")):
@@ -321,9 +322,9 @@ def test_bad_arguments() -> None:
             FAM(model, "", strength)
     for wrong in ("1", None, True):
         with pytest.raises(TypeError, match="strength must be a number"):
-            FAM(model, "", wrong)  # type: ignore[arg-type]
+            FAM(model, "", wrong)
     with pytest.raises(TypeError, match=r"must be saltflat.Hutchinson or None. Got str"):
-        FAM(model, "", estimator="hutchinson")  # type: ignore[arg-type]
+        FAM(model, "", estimator="hutchinson")
     with pytest.raises(ValueError, match="Unknown loss"):
         FAM(model, "", loss="crossentropy")
     assert hooks(model) == 0
@@ -436,11 +437,10 @@ def test_fused_attention() -> None:
         with pytest.raises(sf.ModelError, match="Fused attention above the layer"):
             fam(LABELS)
     dense = Dense(model, x, LABELS, names=["0.weight"], output=last)
-    w = model[0].weight.detach()
-    traces = torch.einsum("sktk->st", dense.hessian.reshape(4, 4, 4, 4))
+    want = relative_flatness(layers(dense)["0"])
     with FAM(model, "0", 1.0, output=last) as fam, sdpa_kernel(SDPBackend.MATH):
         model(x)
-        assert fam(LABELS).item() == pytest.approx(((w @ w.T) * traces).sum().item(), rel=1e-10)
+        assert fam(LABELS).item() == pytest.approx(want, rel=1e-10)
 
 
 def test_bad_targets_and_losses() -> None:

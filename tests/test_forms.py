@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import BY_NAME, CASES, Case
 from dense import gradient
+from papers import Layer, relative_flatness
 from torch import Tensor, nn
 from units import Units, matrices, units
 
@@ -31,6 +32,10 @@ def details(found: Findings, kind: Kind) -> list[Detail[Tensor]]:
     return list(found.quantities[kind].details(Tensor.cpu).values())
 
 
+def flatness(w: Tensor, u: Units, block: Tensor, scale: Tensor | None = None) -> Tensor:
+    return block.new_tensor(relative_flatness(Layer(w.reshape(-1), u, block), scale))
+
+
 def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dict[str, Tensor]]:
     oracle = case.dense()
     blocks = oracle.blocks(oracle.hessian)
@@ -42,9 +47,9 @@ def truth(case: Case, scales: dict[str, Tensor] | None = None) -> dict[Kind, dic
         w, block = oracle.parameters[name].detach(), blocks[name]
         found["columns"][name] = u.columns(w, block)
         found["rows"][name] = u.rows(w, block)
-        found["flatness"][name] = u.relative_flatness(w, block)
+        found["flatness"][name] = flatness(w, u, block)
         if scales:
-            found["normalized_flatness"][name] = u.relative_flatness(w, block, scales[name])
+            found["normalized_flatness"][name] = flatness(w, u, block, scales[name])
     return found
 
 

@@ -212,7 +212,7 @@ class OwnNorm(nn.Module):
         self.register_buffer("var", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.mean, self.var, training=self.training)  # type: ignore[arg-type]
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
 
 
 def own_norm() -> nn.Module:

@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,8 @@ class Net(LightningModule):
         super().__init__()
         self.net = network(dropout)
         self.fam = FAM(self.net, "3", 0.3) if fam else None
-        self.way, self.make = way, sam
+        self.way = way
+        self.make: Callable[[nn.Module], torch.optim.Optimizer] = sam
         self.automatic_optimization = way == "automatic"
         self.masks: list[Tensor] = []
         self.net[2].register_forward_hook(self.keep_mask)
@@ -251,7 +252,7 @@ def test_bfloat16(precision: str) -> None:
     module = Net()
     if precision == "bf16-mixed":
         module.net.float()
-        module.loss = lambda b: F.cross_entropy(module.net(b[0].float()).float(), b[1])  # type: ignore
+        module.loss = lambda b: F.cross_entropy(module.net(b[0].float()).float(), b[1])
     fit(module, precision=precision)
     for p, q in zip(module.net.parameters(), by_hand()[0].parameters(), strict=True):
         assert torch.allclose(p.double(), q, atol=0.1)

@@ -248,7 +248,7 @@ def test_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.tick = 100.0
     monitor = watch(budget=None)
     for _ in range(3):
-        assert monitor.epoch().skipped is None  # type: ignore[union-attr]
+        assert monitor.epoch().skipped is None
 
 
 # what it writes

@@ -59,7 +59,7 @@ def test_the_stochastic_diagonal_is_right_within_its_error() -> None:
 def test_the_radius_follows_the_weights() -> None:
     """For a quadratic loss any radius is right, and so it is for a matrix of zeros."""
     model, (x, _) = seeded(linear), points()
-    nn.init.zeros_(model[0].weight)  # type: ignore[index, arg-type]
+    nn.init.zeros_(model[0].weight)
     with context_of(model, (x, torch.zeros_like(x)), "mse") as context:
         found = stochastic_diagonal(context, draws=300)
     expected = x.square().mean(0).expand(2, 2)
@@ -143,7 +143,7 @@ def test_the_direct_objective_of_a_quadratic_loss(make: Callable[[], nn.Module])
 
 def test_a_matrix_of_zeros_adds_nothing_to_the_direct_objective() -> None:
     model, data = seeded(tiny), points()
-    nn.init.zeros_(model[2].weight)  # type: ignore[index, arg-type]
+    nn.init.zeros_(model[2].weight)
     with context_of(model, data) as context:
         value, _ = direct_objective(context, steps=60, draws=4)
     assert value < 1.0  # with nothing behind it, the first matrix may be drowned in noise

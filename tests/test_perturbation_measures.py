@@ -131,9 +131,9 @@ def test_never_negative() -> None:
 
     model = seeded(linear)
     assert compute(SamSharpness(), model, points(), downhill).value > 0.0
-    nn.init.zeros_(model[0].weight)  # type: ignore[index, arg-type]
+    nn.init.zeros_(model[0].weight)
     assert compute(SamSharpness(), model, points(), downhill).value == 0.0
-    nn.init.constant_(model[0].weight, 1e-4)  # type: ignore[index, arg-type]
+    nn.init.constant_(model[0].weight, 1e-4)
     past = compute(SamSharpness(steps=1, restarts=0), model, points(), downhill)
     assert past.details["one_step"] < 0.0  # one step goes past the summit
     assert past.value == 0.0
@@ -198,9 +198,9 @@ def rescale(model: nn.Module, factors: Tensor) -> nn.Module:
     """Unit i of the first Linear times factors[i], and what it feeds divided by it."""
     moved = copy.deepcopy(model)
     with torch.no_grad():
-        moved[0].weight *= factors[:, None]  # type: ignore[index, operator, union-attr]
-        moved[0].bias *= factors  # type: ignore[index, operator, union-attr]
-        moved[2].weight /= factors  # type: ignore[index, operator, union-attr]
+        moved[0].weight *= factors[:, None]
+        moved[0].bias *= factors
+        moved[2].weight /= factors
     return moved
 
 
@@ -255,7 +255,7 @@ def test_the_model_is_left_as_found(measure: Measure) -> None:
 @pytest.mark.parametrize("measure", MEASURES, ids=lambda m: m.name)
 def test_the_model_is_left_as_found_when_an_error_passes(measure: Measure) -> None:
     model = dressed(seeded(normed))
-    weight = model[0].weight  # type: ignore[index]
+    weight = model[0].weight
     home = weight.data_ptr()
 
     def fragile(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_delta_sharpness_needs_a_loss_that_is_not_negative() -> None:
         lambda: BNSharpness(p=math.inf),
         lambda: BNSharpness(nodes=0),
         lambda: BNSharpness(delta=math.nan),
-        lambda: BNSharpness(strategy="guess"),  # type: ignore[arg-type]
+        lambda: BNSharpness(strategy="guess"),
     ],
 )
 def test_settings_that_make_no_sense(make: Callable[[], Measure]) -> None:

@@ -1,7 +1,8 @@
-"""The README's code runs as it stands."""
+"""The code of the README and of the docstrings runs as it stands."""
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import saltflat
 from saltflat.measures import table
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PUBLIC = {name: getattr(saltflat, name) for name in saltflat.__all__}
+EXCEPTIONS = {n for n, o in PUBLIC.items() if isinstance(o, type) and issubclass(o, Exception)}
 
 
 class Net(nn.Module):
@@ -79,3 +83,13 @@ def test_code_blocks(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_table_of_measures_is_what_they_say() -> None:
     """Print it anew with `python -c "from saltflat.measures import table; print(table())"`."""
     assert table() in README
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - EXCEPTIONS - {"__version__"}))
+def test_examples_of_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every public name has an example, which prints what it says."""
+    monkeypatch.chdir(tmp_path)
+    example = doctest.DocTestParser().get_doctest(PUBLIC[name].__doc__, {}, name, None, None)
+    assert example.examples
+    report: list[str] = []
+    assert not doctest.DocTestRunner().run(example, out=report.append).failed, "".join(report)

@@ -520,14 +520,19 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_reports_from_before_bounds_had_a_direction(tmp_path: Path) -> None:
-    """They say lower_bound, and nothing of degrees of freedom."""
-    made_now = [made(), made(exact=False, bound="lower"), made(exact=False, stderr=0.5)]
+    """They say lower_bound, nothing of degrees of freedom, and `neurons` in details."""
+    made_now = [
+        made(neurons="heads"),
+        made(exact=False, bound="lower"),
+        made(exact=False, stderr=0.5),
+    ]
     for m, degrees in zip(made_now, (math.inf, math.inf, math.nan), strict=True):
         path = report_of(m).save(tmp_path / "old.json")
         content = json.loads(path.read_text())
         old = content["measurements"]["rho"]
         old["lower_bound"] = old.pop("bound") == "lower"
         del old["degrees"]
+        old["details"]["neurons"] = old.pop("neurons")
         path.write_text(json.dumps(content))
         assert sf.Report.load(path)["rho"] == replace(m, degrees=degrees)
 
@@ -630,7 +635,7 @@ class Frame:
 
 
 def test_to_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("pandas")
+    fake: Any = ModuleType("pandas")
     fake.DataFrame = Frame
     monkeypatch.setitem(sys.modules, "pandas", fake)
     found = measured()
@@ -718,8 +723,9 @@ def test_compare_refuses() -> None:
         sf.compare([CASE.model()], CASE.data())
     with pytest.raises(sf.InvalidValue, match="nothing to compare"):
         sf.compare({}, CASE.data())
+    wrong: Any = {"a": "model"}
     with pytest.raises(sf.InvalidType, match=r"must be a torch.nn.Module. Got str"):
-        sf.compare({"a": "model"}, CASE.data())
+        sf.compare(wrong, CASE.data())
     with pytest.raises(sf.InvalidValue, match="nothing to compare"):
         sf.Comparison({})
 

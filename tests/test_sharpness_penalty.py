@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,9 @@ def test_gradient_of_the_measure(measure: str, monkeypatch: pytest.MonkeyPatch) 
     g = torch.Generator().manual_seed(1)
     step = 1e-5
     for _ in range(3):
-        direction = [torch.randn(p.shape, generator=g).double() for p in model.parameters()]
+        direction: list[Any] = [
+            torch.randn(p.shape, generator=g).double() for p in model.parameters()
+        ]
         slope = sum(
             float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction, strict=True)
         )
@@ -65,11 +68,11 @@ def test_gradient_of_the_measure(measure: str, monkeypatch: pytest.MonkeyPatch) 
         for side in (1, -1):
             with torch.no_grad():
                 for p, d in zip(model.parameters(), direction, strict=True):
-                    p += side * step * d
+                    p.add_(side * step * d)
             ends.append(sf.measure(model, (x, y), measures=[measure])[measure].value)
             with torch.no_grad():
                 for p, d in zip(model.parameters(), direction, strict=True):
-                    p -= side * step * d
+                    p.sub_(side * step * d)
         assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4)
 
 

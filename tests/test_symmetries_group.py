@@ -336,7 +336,7 @@ def test_errors() -> None:
     model, x = two_layers(), torch.randn(3, 2)
     group = symmetries(model, x)
     with pytest.raises(InvalidType, match=r"must be a torch.nn.Module"):
-        symmetries(torch.relu, x)  # type: ignore[arg-type]
+        symmetries(torch.relu, x)
     with pytest.raises(InvalidValue, match="'all' or 'trainable'"):
         symmetries(model, x, parameters="some")
     with pytest.raises(ModelError, match="no floating point parameters"):
@@ -346,7 +346,7 @@ def test_errors() -> None:
     with pytest.raises(ModelError, match="hold no tensor"):
         symmetries(model, x, output=lambda out: None)
     with pytest.raises(InvalidValue, match="kind must be one of layer, neuron"):
-        group.only("row")  # type: ignore[arg-type]
+        group.only("row")
     with pytest.raises(InvalidValue, match="spread must be a finite number"):
         group.random(0, 0.5)
     with pytest.raises(InvalidValue, match="2 finite numbers"):

@@ -412,7 +412,7 @@ def test_gradient_accumulation(
             warnings.simplefilter("ignore")
             run.advance(batches(4, torch.float64), by_closure=by_closure, parts=parts)
         ends.append(run.model)
-    assert close(*ends, rtol=1e-5)
+    assert close(ends[0], ends[1], rtol=1e-5)
 
 
 def same_signs(penalty: SharpnessPenalty, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from optimizers import (
     without_batchnorm,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.measure import measure
@@ -337,7 +338,7 @@ def of_shards(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]
     model = without_batchnorm()
     called, penalty = wrap(model), SharpnessPenalty(model, (x[part], y[part]), strength=1.0)
     penalty(nn.functional.cross_entropy(called(x[part]), y[part])).backward()
-    return [p.grad for p in model.parameters()]
+    return [p.grad for p in model.parameters()]  # type: ignore[misc]
 
 
 def one_rank(rank: int, folder: str) -> None:
@@ -355,7 +356,7 @@ def one_rank(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two processes made of their halves of the batches."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=2)
+    spawn(one_rank, (str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

@@ -44,6 +44,7 @@ class Busy(nn.Module):
         self.fc1, self.norm, self.drop = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
         self.fc2 = weight_norm(nn.Linear(5, 3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(4))
         self.cache: Tensor | None = None
         self.count, self.after = 0, after
@@ -203,7 +204,8 @@ def test_the_warnings_filter_of_an_optimizer_goes_with_its_hooks() -> None:
 def test_wrapped_models(wrap: str) -> None:
     inner, data = busy()
     dressed(inner)
-    model = torch.compile(inner, backend="eager") if wrap == "compiled" else nn.DataParallel(inner)
+    compiled = wrap == "compiled"
+    model: Any = torch.compile(inner, backend="eager") if compiled else nn.DataParallel(inner)
     model.training = True
     before = fingerprint(model)
     sf.trace(model, data)
@@ -226,7 +228,7 @@ def test_a_loss_with_state_is_lent(form: str) -> None:
     """In evaluation mode while it is used: batch statistics would make samples depend."""
     torch.manual_seed(0)
     norm = dressed(NormLoss(Fuse(10**9)).double())
-    loss = FORMS[form](norm)
+    loss: Any = FORMS[form](norm)
     if form == "object":
         loss.m = norm
     model, data = busy()
@@ -261,7 +263,8 @@ def test_nothing_is_retained() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.history = nn.Linear(4, 3), []
+            self.fc = nn.Linear(4, 3)
+            self.history: list[Any] = []
 
         def forward(self, x: Tensor) -> Tensor:
             out = self.fc(x)
@@ -342,7 +345,7 @@ def test_surroundings_do_not_matter(name: str, surroundings) -> None:
     before = fingerprint(model)
     with surroundings():
         x, y = case.data()  # inference tensors, where that is on
-        results = [
+        results: list[Any] = [
             sf.trace(model, (x, y), case.loss, estimator=sf.Hutchinson(probes=30)),
             sf.diagonal(model, (x, y), case.loss, estimator=sf.Hutchinson(probes=30)),
         ]

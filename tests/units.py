@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +27,6 @@ class Units:
     def _forms(self, w: Tensor, block: Tensor, unit: Tensor) -> Tensor:
         parts = [w.reshape(-1) * (unit == j) for j in range(int(unit.max()) + 1)]
         return torch.stack([v @ block @ v for v in parts])
-
-    def relative_flatness(self, w: Tensor, block: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, entry by entry; `scale` normalises features."""
-        w = w.reshape(-1)
-        if scale is not None:
-            each = scale[self.into]
-            w = w * each
-            inverse = torch.where(each > 0, 1 / each, 0.0)
-            block = block * inverse[:, None] * inverse[None]
-        column = self.into * (int(self.place.max()) + 1) + self.place
-        count = int(self.out.max()) + 1
-        full = w.new_zeros(count, int(column.max()) + 1)
-        full[self.out, column] = w
-        gram = full @ full.T
-        same = column[:, None] == column[None]
-        return (gram[self.out][:, self.out] * block * same).sum()
 
 
 def units(module: nn.Module) -> Units:
@@ -67,7 +52,8 @@ KNOWN = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 def matrices(model: nn.Module) -> dict[str, Units]:
     """The weights of the modules whose layout is known, by parameter name, tied ones left out."""
-    found, owners = {}, {}
+    found: dict[Any, Any] = {}
+    owners: dict[Any, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, KNOWN) or type(module).__name__ == "Conv1D":
             key = f"{name}.weight" if name else "weight"

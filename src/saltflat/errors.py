@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 
 class SaltflatError(Exception):
@@ -69,6 +71,17 @@ class ChangedData(DataError):
 
 class MissingDependency(SaltflatError, ImportError):
     """An optional package is needed and is not installed."""
+
+
+def optional(module: str, use: str) -> Any:
+    """A module of a package that need not be installed, for a `use` in words."""
+    package = module.split(".")[0]
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingDependency(
+            f"{use} needs {package}, which is not installed. Install it with: pip install {package}"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

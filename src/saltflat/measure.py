@@ -78,6 +78,15 @@ def measure(
     seed : of the searches and estimates.
     progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
     Other arguments as in `trace`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
+    >>> report = sf.measure(model, (x, y), measures=["hessian_trace", "kappa"])
+    >>> round(report["kappa"].value, 3), report["kappa"].invariant_to
+    (0.357, frozenset({'layer'}))
     """
     selection = measure_objects(measures)
     on_error = on_error or ("skip" if measures is None else "raise")
@@ -130,6 +139,18 @@ def compare(
 
     `data` is one for all, or a mapping with the same names as `models`. Options as in `measure`.
     The result says when its numbers are not comparable: other data, loss or sample count.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> models = {"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(3, 2)}
+    >>> data = torch.randn(8, 3), torch.arange(8) % 2
+    >>> comparison = sf.compare(models, data, measures=["hessian_trace"])
+    >>> comparison.problems
+    ()
+    >>> comparison["b"]["hessian_trace"].exact
+    True
     """
     if not isinstance(models, Mapping):
         raise InvalidType(

@@ -25,6 +25,7 @@ class Measurement:
     Attributes
     ----------
     value : the number; views of it by parameter, layer or neuron where the measure has them.
+    neurons : which units `by_neuron` is of, e.g. "input units", where the measure says so.
     max_over : what `max` is the largest of, "neurons" only where there are values of neurons.
     exact : True if nothing was sampled: equal to the definition up to rounding and `gap`.
     stderr : standard error of `value`, 0.0 if exact.
@@ -35,6 +36,12 @@ class Measurement:
     invariant_to : the kinds of rescaling that leave the measure as it is.
     settings : what the measure was computed with (δ, ρ, p, …).
     details : what else the measure found, e.g. the optimal α of minimum sharpness.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> print(sf.Measurement(name="mine", value=2.0, exact=False, stderr=0.25))
+    mine = 2 (± 0.25)
     """
 
     name: str
@@ -49,6 +56,7 @@ class Measurement:
     by_parameter: Mapping[str, float] = field(default_factory=dict)
     by_layer: Mapping[str, float] = field(default_factory=dict)
     by_neuron: Mapping[str, Tensor] = field(default_factory=dict)
+    neurons: str = ""
     max_over: Literal["neurons", "layers"] = "neurons"
     details: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, cast, final
 
 from rich.table import Table
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from saltflat.printing import plain_text
 
 Value = TypeVar("Value", float, Tensor)
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,12 @@ class Detail(Generic[Value]):
     `stderr` is 0.0 for an exact value, else the standard error of it (entry by entry for a
     diagonal), and `degrees` its degrees of freedom for Student's t, inf for an exact value. `rule`
     names what computed it and `reason` says why that and not another.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> sf.Detail(2.0, exact=False, stderr=0.25, rule="probes", reason="tanh").exact
+    False
     """
 
     value: Value
@@ -34,7 +41,17 @@ class Detail(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Which parameters the outputs are proved piecewise linear in, on `samples` samples."""
+    """Which parameters the outputs are proved piecewise linear in, on `samples` samples.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+    >>> trace = sf.trace(model, (torch.eye(2), torch.zeros(2, 1)), "mse")
+    >>> bool(trace.certificate), trace.certificate.piecewise_linear["2.weight"]
+    (False, True)
+    """
 
     samples: int
     piecewise_linear: Mapping[str, bool]
@@ -44,8 +61,33 @@ class Certificate:
         return all(self.piecewise_linear.values())
 
 
+class Results(Mapping[str, Entry]):
+    """A dataclass as a read-only mapping, of what its first field maps, that prints itself."""
+
+    @property
+    def _entries(self) -> Any:
+        return getattr(self, fields(cast(Any, self))[0].name)
+
+    def __getitem__(self, name: str) -> Entry:
+        return cast(Entry, self._entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _width(self) -> int:
+        return 100
+
+    def __str__(self) -> str:
+        return plain_text(cast(Any, self), self._width())
+
+    __repr__ = __str__
+
+
 @dataclass(frozen=True, repr=False)
-class _Blocks(Mapping[str, Value]):
+class _Blocks(Results[Value]):
     """A read-only mapping from parameter names to values, in `named_parameters` order.
 
     `total` is the sum of all, `stderr` its standard error and `degrees` the degrees of freedom of
@@ -63,12 +105,6 @@ class _Blocks(Mapping[str, Value]):
 
     def __getitem__(self, name: str) -> Value:
         return self.details[name].value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.details)
-
-    def __len__(self) -> int:
-        return len(self.details)
 
     @property
     def exact(self) -> bool:
@@ -95,15 +131,18 @@ class _Blocks(Mapping[str, Value]):
         table.caption_justify = "left"
         return table
 
-    def __str__(self) -> str:
-        return plain_text(self)
-
-    __repr__ = __str__
-
 
 @final
 class Trace(_Blocks[float]):
-    """Traces of the diagonal blocks of the curvature, one a parameter."""
+    """Traces of the diagonal blocks of the curvature, one a parameter.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> round(sf.trace(model, (x, y), "mse").total, 4)
+    2.0
+    """
 
     def _columns(self, name: str) -> tuple[str, ...]:
         detail = self.details[name]
@@ -113,7 +152,15 @@ class Trace(_Blocks[float]):
 
 @final
 class Diagonal(_Blocks[Tensor]):
-    """The diagonal of the curvature, a float64 tensor of each parameter's shape."""
+    """The diagonal of the curvature, a float64 tensor of each parameter's shape.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> sf.diagonal(model, (x, y), "mse").exact
+    True
+    """
 
     def _columns(self, name: str) -> tuple[str, ...]:
         detail = self.details[name]
@@ -124,7 +171,15 @@ class Diagonal(_Blocks[Tensor]):
 @final
 @dataclass(frozen=True, slots=True)
 class Eigenvalue:
-    """The largest eigenvalue; `residual` is ‖Hv − λv‖ for the unit vector `vector`."""
+    """The largest eigenvalue; `residual` is ‖Hv − λv‖ for the unit vector `vector`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> sf.max_eigenvalue(model, (x, y), "mse").residual < 1e-6
+    True
+    """
 
     value: float
     residual: float

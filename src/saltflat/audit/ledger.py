@@ -21,7 +21,6 @@ from saltflat.audit.result import (
     Audited,
     Drift,
     Judgement,
-    Reading,
     Tolerances,
     judge,
 )
@@ -60,15 +59,16 @@ class Panel:
     output: Output | None
     seed: int
     warnings: list[str] = field(default_factory=list)
+    undeclared: set[str] = field(default_factory=set)  # functions that return a mere number
 
-    def read(self, model: nn.Module) -> dict[str, Reading | str]:
+    def read(self, model: nn.Module) -> dict[str, Measurement | str]:
         """Every measure's value on a float64 model, or the reason why it has none."""
-        readings: dict[str, Reading | str] = self._measured(model) if self.measures else {}
+        readings: dict[str, Measurement | str] = self._measured(model) if self.measures else {}
         for name, function in self.functions.items():
             readings[name] = self._called(name, function, model)
         return readings
 
-    def _measured(self, model: nn.Module) -> dict[str, Reading | str]:
+    def _measured(self, model: nn.Module) -> dict[str, Measurement | str]:
         risk = Risk(
             model,
             self.data,
@@ -78,20 +78,17 @@ class Panel:
             output=self.output,
         )
         engine = Curvature(risk, self.curvature, self.estimator, self.settings, self.seed)
-        readings: dict[str, Reading | str] = {}
+        readings: dict[str, Measurement | str] = {}
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # A rescaled model has the same rescalings, so they need not be found again.
             context, _ = prepared(engine, self.measures, on_error="skip", group=self.group)
             for measure in self.measures:
-                reading = attempt(measure, context)
-                readings[measure.name] = (
-                    reading if isinstance(reading, str) else Reading.of(reading)
-                )
+                readings[measure.name] = attempt(measure, context)
         self.warnings += [w for w in engine.warnings if w not in self.warnings]
         return readings
 
-    def _called(self, name: str, function: Function, model: nn.Module) -> Reading:
+    def _called(self, name: str, function: Function, model: nn.Module) -> Measurement:
         lent = duplicate(model).eval()
         lent.zero_grad(set_to_none=True)
         device = next(lent.parameters()).device
@@ -106,14 +103,15 @@ class Panel:
             # Every model meets the same samples in the same order, and the same random numbers.
             state.restore()
         if isinstance(answer, Measurement):
-            return Reading.of(answer)
+            return answer
         answer = answer.detach() if isinstance(answer, Tensor) else answer
         many = isinstance(answer, Tensor) and answer.numel() != 1
         if many or not hasattr(answer, "__float__"):
             raise InvalidType(
                 f"The function {name!r} must return a number. Got {type(answer).__name__}."
             )
-        return Reading(float(answer), "function")
+        self.undeclared.add(name)
+        return Measurement(name=name, value=float(answer), exact=True)
 
 
 @final
@@ -169,7 +167,7 @@ class Ledger:
 
     def __init__(
         self,
-        before: Mapping[str, Reading],
+        before: Mapping[str, Measurement],
         panel: Panel,
         model: nn.Module,
         inputs: Any,
@@ -235,20 +233,17 @@ class Ledger:
         )
 
     def _rows(self, kinds: Sequence[str]) -> dict[str, Audited]:
-        return {
-            name: Audited(
-                name,
-                reading.value,
-                reading.certainty,
-                None
-                if reading.declared is None
-                else tuple(kind for kind in KINDS if kind in reading.declared),
-                {kind: self._drift(name, kind, reading) for kind in kinds},
-            )
-            for name, reading in self.before.items()
-        }
+        rows = {}
+        for name, m in self.before.items():
+            declared = None
+            if name not in self.panel.undeclared:
+                declared = tuple(kind for kind in KINDS if kind in m.invariant_to)
+            certainty = "function" if declared is None else m.certainty
+            drifts = {kind: self._drift(name, kind, declared) for kind in kinds}
+            rows[name] = Audited(name, m.value, certainty, declared, drifts)
+        return rows
 
-    def _drift(self, name: str, kind: str, reading: Reading) -> Drift:
+    def _drift(self, name: str, kind: str, declared: Sequence[str] | None) -> Drift:
         seen = self.seen[name, kind]
         trial, worst, reason = max(seen, key=lambda s: (ORDER.index(s[1].verdict), s[1].drift))
         return Drift(
@@ -256,7 +251,7 @@ class Ledger:
             worst.tolerance,
             worst.verdict,
             trial.name,
-            None if reading.declared is None else kind in reading.declared,
+            None if declared is None else kind in declared,
             reason,
             {t.spread: j.drift for t, j, _ in seen if t.along},
         )

@@ -12,12 +12,13 @@ from torch import nn
 
 from saltflat.audit.elements import Family, families, trials
 from saltflat.audit.ledger import Function, Ledger, Panel
-from saltflat.audit.result import Audit, Reading, Tolerances
+from saltflat.audit.result import Audit, Tolerances
 from saltflat.checks import check_integer
 from saltflat.curvature import Hutchinson, MatrixName, checked_settings
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measure import estimator_of, measure_objects
+from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES, Measure
 from saltflat.printing import Callback, reporting
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
@@ -73,8 +74,20 @@ def audit(
     tolerances : how much drift is still called invariant.
     example : inputs to find the rescalings on; by default the first samples of the data.
     Other arguments as in `measure`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> data = torch.randn(8, 3), torch.arange(8) % 2
+    >>> audit = sf.audit(model, data, measures=["hessian_trace", "rho"], elements=1)
+    >>> {name: row.verdict for name, row in audit.items()}
+    {'hessian_trace': 'moved', 'rho': 'invariant'}
+    >>> audit.ok
+    True
     """
-    chosen = _measures(measures, functions or {})
+    panel_measures = _measures(measures, functions or {})
     _check(elements, spread)
     settings = checked_settings(max_directions, memory_budget, "proof")
     with reporting(progress) as step:
@@ -83,7 +96,7 @@ def audit(
         panel = Panel(
             data=data,
             loss=loss,
-            measures=chosen,
+            measures=panel_measures,
             functions=functions or {},
             group=symmetries(wide, inputs, output=output, parameters="trainable"),
             curvature=curvature,
@@ -128,11 +141,11 @@ def _measures(
         measures = list(measures)
         if not measures and functions:
             return []
-    chosen = measure_objects(measures)
-    for measure in chosen:
+    known = measure_objects(measures)
+    for measure in known:
         if measure.name in functions:
             raise InvalidValue(f"{measure.name!r} is a measure; give the function another name.")
-    return chosen
+    return known
 
 
 def _check(elements: int, spread: float) -> None:
@@ -183,11 +196,11 @@ def _check_loss(risk: Risk, few: Batch, model: nn.Module) -> None:
 
 
 def _split(
-    readings: Mapping[str, Reading | str], named: bool
-) -> tuple[dict[str, Reading], dict[str, str]]:
+    readings: Mapping[str, Measurement | str], named: bool
+) -> tuple[dict[str, Measurement], dict[str, str]]:
     """The measures that apply, and why the others do not; one that was named must apply."""
     skipped = {name: r for name, r in readings.items() if isinstance(r, str)}
-    applied = {name: r for name, r in readings.items() if isinstance(r, Reading)}
+    applied = {name: r for name, r in readings.items() if isinstance(r, Measurement)}
     if skipped and (named or not applied):
         name, reason = next(iter(skipped.items()))
         raise ModelError(f"{name} does not apply to the model: {reason}")

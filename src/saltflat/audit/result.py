@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from importlib import import_module
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
 from rich.table import Table
 
-from saltflat.errors import InvalidValue, MissingDependency, nearest
-from saltflat.measurement import Measurement, Symmetry
-from saltflat.printing import plain_text
-from saltflat.report import store
-from saltflat.symmetries import KINDS
+from saltflat.errors import InvalidValue, nearest, optional
+from saltflat.measurement import Measurement
+from saltflat.report import invariance, store
+from saltflat.result import Results
 
 Verdict = Literal["invariant", "undecided", "moved"]
 ORDER: tuple[Verdict, ...] = ("invariant", "undecided", "moved")
@@ -47,6 +44,12 @@ class Tolerances:
     `closed` for closed forms and users' functions; what has a stated optimality gap may drift by
     the gaps on top, an estimate by `errors` combined standard errors, and a supremum that was
     searched for by `searched`.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> sf.Tolerances(closed=1e-6)
+    Tolerances(closed=1e-06, errors=4.0, searched=0.01)
     """
 
     closed: float = 1e-8
@@ -62,36 +65,6 @@ class Tolerances:
 
 @final
 @dataclass(frozen=True)
-class Reading:
-    """What a measure said of one model."""
-
-    value: float
-    certainty: str
-    stderr: float = 0.0
-    gap: float = 0.0
-    searched: bool = False
-    above: bool = False  # an upper bound, which may exceed its measure by more than its error
-    declared: frozenset[Symmetry] | None = None
-
-    @classmethod
-    def of(cls, m: Measurement) -> Reading:
-        return cls(
-            m.value,
-            m.certainty,
-            m.stderr,
-            m.gap,
-            m.lower_bound,
-            m.bound == "upper",
-            m.invariant_to,
-        )
-
-    def resolved(self, errors: float) -> bool:
-        """Whether the value is told from zero, so that its standard error can be believed."""
-        return not self.above and (self.stderr == 0 or abs(self.value) > errors * self.stderr)
-
-
-@final
-@dataclass(frozen=True)
 class Judgement:
     drift: float
     tolerance: float
@@ -99,22 +72,30 @@ class Judgement:
 
 
 def judge(
-    before: Reading, after: Reading, tolerances: Tolerances, excuse: float = 0.0
+    before: Measurement, after: Measurement, tolerances: Tolerances, excuse: float = 0.0
 ) -> Judgement:
-    """Compare two readings of one measure; `excuse` is how far the function itself moved."""
+    """Compare a measure of two models; `excuse` is how far the function itself moved."""
     change = abs(after.value - before.value)
     size = abs(before.value)
     allowed = before.gap + after.gap + tolerances.errors * math.hypot(before.stderr, after.stderr)
     tolerance = tolerances.closed + _EXCUSED * excuse + _relative(allowed, size)
-    if before.searched or after.searched:
+    if before.lower_bound or after.lower_bound:
         tolerance += tolerances.searched
     drift = _relative(change, size)
     if math.isnan(drift):
         return Judgement(math.inf, tolerance, "moved")
     if drift <= tolerance:
         return Judgement(drift, tolerance, "invariant" if tolerance < _USELESS else "undecided")
-    sure = before.resolved(tolerances.errors) and after.resolved(tolerances.errors)
+    sure = all(_resolved(m, tolerances.errors) for m in (before, after))
     return Judgement(drift, tolerance, "moved" if sure else "undecided")
+
+
+def _resolved(m: Measurement, errors: float) -> bool:
+    """Whether the value is told from zero, so that its standard error can be believed.
+
+    An upper bound is not: it may exceed its measure by more than its error.
+    """
+    return m.bound != "upper" and (m.stderr == 0 or abs(m.value) > errors * m.stderr)
 
 
 def _relative(change: float, size: float) -> float:
@@ -203,18 +184,12 @@ class Audited(Mapping[str, Drift]):
     @property
     def promise(self) -> str:
         """What is declared, in words."""
-        if self.declared is None:
-            return "–"
-        return (
-            "every rescaling"
-            if set(self.declared) == set(KINDS)
-            else ", ".join(self.declared) or "nothing"
-        )
+        return "–" if self.declared is None else invariance(self.declared)
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class Audit(Mapping[str, Audited]):
+class Audit(Results[Audited]):
     """Audited measures by name. `ok` is False if one moved that declares it does not.
 
     Attributes
@@ -225,6 +200,17 @@ class Audit(Mapping[str, Audited]):
     spread : the largest factor, and 1/spread the least.
     elements : how many rescalings of each kind were applied.
     output_drift : the largest relative change of the outputs over all of them, in float64.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> data = torch.randn(8, 3), torch.arange(8) % 2
+    >>> audit = sf.audit(model, data, measures=["rho"], elements=1)
+    >>> path = audit.save("audit.json")
+    >>> sf.Audit.load(path) == audit
+    True
     """
 
     rows: Mapping[str, Audited]
@@ -244,46 +230,21 @@ class Audit(Mapping[str, Audited]):
             raise KeyError(f"{name} does not apply: {self.skipped[name]}")
         raise KeyError(f"{name!r} was not audited. {nearest(name, self.rows)}")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @property
     def ok(self) -> bool:
         return all(row.ok for row in self.values())
 
     def save(self, path: str | Path) -> Path:
         """Write the audit to a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InvalidValue(f"An audit is saved as .json. Got {path.name!r}.")
-        content = {"saltflat": 1, "audit": store.plain(self._content())}
-        store.write(path, json.dumps(content, indent=1, allow_nan=False))
-        return path
-
-    def _content(self) -> dict[str, Any]:
-        content = {f.name: getattr(self, f.name) for f in fields(self)}
-        # A row is a mapping itself, of drifts alone.
-        rows = {k: {f.name: getattr(row, f.name) for f in fields(row)} for k, row in self.items()}
-        return content | {"rows": rows}
+        return store.save(path, "An audit", {"audit": self})
 
     @classmethod
     def load(cls, path: str | Path) -> Audit:
         """Read an audit that `save` wrote."""
-        content = store.read(Path(path)).get("audit")
+        content = store.read(path).get("audit")
         if not isinstance(content, dict):
             raise InvalidValue(f"{path} is not an audit: it has no 'audit' in it.")
-        values = dict(content)
-        values["rows"] = {name: _row(row) for name, row in values["rows"].items()}
-        values["tolerances"] = Tolerances(**values["tolerances"])
-        values["output_drift"] = float(values["output_drift"])
-        values["notes"] = tuple(values["notes"])
-        return cls(**values)
+        return store.decoded(cls, content, f"{path} is a damaged audit")
 
     def plot(self, path: str | Path) -> Path:
         """Draw drift against spread as a picture, a panel for each kind of rescaling."""
@@ -321,39 +282,15 @@ class Audit(Mapping[str, Audited]):
             f"estimate, {t.searched:g} for a searched supremum. ✗ moved. ? hidden by its error.",
         ]
 
-    def __str__(self) -> str:
-        return plain_text(self, width=130)
-
-    __repr__ = __str__
-
-
-def _row(content: Mapping[str, Any]) -> Audited:
-    values = dict(content)
-    values["value"] = float(values["value"])
-    if values["declared"] is not None:
-        values["declared"] = tuple(values["declared"])
-    values["drifts"] = {kind: _drift(d) for kind, d in values["drifts"].items()}
-    return Audited(**values)
-
-
-def _drift(content: Mapping[str, Any]) -> Drift:
-    values = dict(content)
-    values["drift"], values["tolerance"] = float(values["drift"]), float(values["tolerance"])
-    values["curve"] = {float(spread): float(d) for spread, d in values["curve"].items()}
-    return Drift(**values)
+    def _width(self) -> int:
+        return 130
 
 
 def _plot(audit: Audit, path: Path) -> Path:
     """One panel for each kind of rescaling, one line a measure; both axes are logarithmic."""
     if not audit.kinds or not len(audit):
         raise InvalidValue("There is nothing to draw: the audit has no measure or no rescaling.")
-    try:
-        figures = import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingDependency(
-            "A picture needs matplotlib, which is not installed. "
-            "Install it with: pip install matplotlib"
-        ) from error
+    figures = optional("matplotlib.figure", "A picture")
     count = len(audit.kinds)
     figure = figures.Figure(figsize=(2.6 + 3.0 * count, 4.2), layout="constrained")
     axes = figure.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]

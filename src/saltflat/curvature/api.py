@@ -56,6 +56,17 @@ def trace(
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
     unpack, output : callables that split an item of the data, and choose the outputs.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
+    >>> trace = sf.trace(model, (x, y))
+    >>> {name: round(value, 3) for name, value in trace.items()}
+    {'weight': 0.807, 'bias': 0.437}
+    >>> trace.exact, trace.details["weight"].rule
+    (True, 'linear')
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify)
@@ -80,6 +91,13 @@ def diagonal(
     """The diagonal of the Hessian (or of the Gauss–Newton matrix), a tensor for every parameter.
 
     Arguments as in `trace`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> sf.diagonal(model, (x, y), "mse")["weight"].round(decimals=3)
+    tensor([[1., 1.]], dtype=torch.float64)
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify)
@@ -104,6 +122,13 @@ def max_eigenvalue(
 
     For one block pass its name: `parameters=["fc.weight"]`. Found by SciPy's `eigsh`; the residual
     norm ‖Hv − λv‖ bounds the distance to an eigenvalue.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> round(sf.max_eigenvalue(model, (x, y), "mse").value, 4)
+    1.0
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(1000, memory_budget, "proof")

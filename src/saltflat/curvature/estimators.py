@@ -234,7 +234,18 @@ def noise(shape: torch.Size, device: torch.device, generator: torch.Generator) -
 @final
 @dataclass(frozen=True, slots=True)
 class Hutchinson:
-    """v ∘ (C v) for random v: every block's trace and diagonal from the same products."""
+    """v ∘ (C v) for random v: every block's trace and diagonal from the same products.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(90, 90), torch.nn.Tanh())
+    >>> x, y = torch.randn(8, 90), torch.arange(8)
+    >>> trace = sf.trace(model, (x, y), estimator=sf.Hutchinson(probes=50, seed=1))
+    >>> trace.details["0.weight"].exact, trace.details["0.weight"].rule
+    (False, 'probes')
+    """
 
     probes: int = 100
     seed: int = 0

@@ -179,6 +179,19 @@ def piecewise_linear(function: Declared) -> Declared:
     `function` is a subclass of `torch.autograd.Function` or an operator made with
     `torch.library.custom_op`, neither of which can be looked into; a declaration serves as a
     decorator too. Results that rely on it are exact *given that* it is true, and say so.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> @sf.piecewise_linear
+    ... class Twice(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    ...
+    ...     @staticmethod
+    ...     def backward(ctx, slope):
+    ...         return 2 * slope
     """
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         _declared[f"{function.__name__}Backward"] = function.__name__

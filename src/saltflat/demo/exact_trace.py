@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import saltflat as sf
-from saltflat.demo.training import accuracy, network, samples, train
+from saltflat.demo.training import accuracy, network, samples, sgd, train
 
 Result = TypeVar("Result")
 PROBES = 100
@@ -30,31 +30,23 @@ def table(exact: sf.Trace, estimate: sf.Trace) -> Table:
     view = Table(title="Trace of the Hessian, block by block", title_justify="left")
     for column in ("parameter", "exact", f"Hutchinson, {PROBES} probes", "off by"):
         view.add_column(column, justify="left" if column == "parameter" else "right")
-    for name in exact:
-        detail = estimate.details[name]
-        off = (detail.value - exact[name]) / float(detail.stderr)
-        view.add_row(
-            name,
-            f"{exact[name]:.6g}",
-            f"{detail.value:.4g} ± {float(detail.stderr):.2g}",
-            f"{off:+.1f} s.e.",
-        )
+    for name, d in estimate.details.items():
+        view.add_row(name, *_cells(exact[name], d.value, float(d.stderr)))
     view.add_section()
-    off = (estimate.total - exact.total) / estimate.stderr
-    view.add_row(
-        "total",
-        f"{exact.total:.6g}",
-        f"{estimate.total:.4g} ± {estimate.stderr:.2g}",
-        f"{off:+.1f} s.e.",
-    )
+    view.add_row("total", *_cells(exact.total, estimate.total, estimate.stderr))
     return view
+
+
+def _cells(exact: float, value: float, error: float) -> tuple[str, str, str]:
+    off = (value - exact) / error
+    return f"{exact:.6g}", f"{value:.4g} ± {error:.2g}", f"{off:+.1f} s.e."
 
 
 def run(console: Console) -> None:
     train_x, train_y, test_x, test_y = samples()
     model = network([64, 64, 32, 10], seed=0)
     console.print(f"Training a ReLU network 64-64-32-10 on {len(train_x)} handwritten digits …")
-    train(model, train_x, train_y, epochs=40)
+    train(model, train_x, train_y, sgd(model), epochs=40)
     right = accuracy(model, test_x, test_y)
     console.print(f"Test accuracy {right:.1%} on {len(test_x)} held-out digits.\n")
 

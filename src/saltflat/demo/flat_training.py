@@ -14,56 +14,40 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.demo.random_labels import randomised
-from saltflat.demo.training import accuracy, network, samples, settle
+from saltflat.demo.training import Step, accuracy, network, samples, sgd, train
 
 SEEDS = range(5)
 NOISE = 0.25
 EPOCHS = 40
 WIDTHS = [64, 64, 32, 10]
 
-Step = Callable[[Tensor, Tensor], None]
-
-
-def sgd(model: nn.Module) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
 
 def sam(model: nn.Module) -> Step:
     optimizer = sf.SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.1)
 
-    def step(x: Tensor, y: Tensor) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             return loss
 
-        optimizer.step(closure)
+        loss: Tensor = optimizer.step(closure)
+        return loss
 
     return step
 
 
 def fam(model: nn.Module) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     last = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
-    penalty = sf.FAM(model, last, strength=1e-3)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x), y) + penalty(y)).backward()
-        optimizer.step()
-
-    return step
+    return sgd(model, sf.FAM(model, last, strength=1e-3))
 
 
-METHODS = {"SGD": sgd, "SAM, ρ = 0.1": sam, "FAM, strength 1e-3": fam}
+METHODS: dict[str, Callable[[nn.Module], Step]] = {
+    "SGD": sgd,
+    "SAM, ρ = 0.1": sam,
+    "FAM, strength 1e-3": fam,
+}
 
 
 def run(console: Console) -> None:
@@ -78,7 +62,7 @@ def run(console: Console) -> None:
             for seed in SEEDS:
                 labels = randomised(train_y, NOISE, seed)
                 model = network(WIDTHS, seed)
-                _train(model, make(model), train_x, labels, seed)
+                train(model, train_x, labels, make(model), epochs=EPOCHS, seed=seed)
                 report = sf.measure(
                     model, (train_x, labels), measures=["minimum_sharpness"], progress=False
                 )
@@ -89,14 +73,6 @@ def run(console: Console) -> None:
             view.add_row(name, _spread(tested, 100), _spread(trained, 100), _spread(sharp, 1))
     console.print(view)
     console.print(f"Means over {len(SEEDS)} seeds ± standard error, {EPOCHS} epochs each.\n")
-
-
-def _train(model: nn.Module, step: Step, x: Tensor, y: Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(len(x), generator=generator).split(128):
-            step(x[rows], y[rows])
-            settle(model.parameters())
 
 
 def _spread(values: tuple[float, ...], factor: float) -> str:

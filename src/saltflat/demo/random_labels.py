@@ -18,7 +18,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 import saltflat as sf
-from saltflat.demo.training import accuracy, network, samples, train
+from saltflat.demo.training import accuracy, network, samples, sgd, train
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEEDS = (0, 1, 2)
@@ -29,8 +29,8 @@ RESAMPLES = 2000
 def randomised(y: Tensor, share: float, seed: int) -> Tensor:
     """The labels with a share of them replaced by random ones."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    chosen = torch.rand(len(y), generator=generator) < share
-    return torch.where(chosen, torch.randint(10, y.shape, generator=generator), y)
+    replaced = torch.rand(len(y), generator=generator) < share
+    return torch.where(replaced, torch.randint(10, y.shape, generator=generator), y)
 
 
 def rank_correlation(
@@ -56,7 +56,8 @@ def run(console: Console) -> None:
             for seed in SEEDS:
                 labels = randomised(train_y, share, seed)
                 model = network(WIDTHS, seed)
-                train(model, train_x, labels, epochs=300, seed=seed, stop=lambda loss: loss < 0.01)
+                step, done = sgd(model), lambda loss: loss < 0.01
+                train(model, train_x, labels, step, epochs=300, seed=seed, stop=done)
                 gap = accuracy(model, train_x, labels) - accuracy(model, test_x, test_y)
                 report = sf.measure(model, (train_x, labels), progress=False, seed=seed)
                 rows.append((share, gap, report))
@@ -93,7 +94,7 @@ def table(rows: Sequence[tuple[float, float, sf.Report]]) -> Table:
 
 
 def _short(measurement: sf.Measurement) -> str:
-    kinds = sf.report.invariance(measurement)
+    kinds = sf.report.invariance(measurement.invariant_to)
     return {"every rescaling": "all", "layer, batchnorm": "layers"}.get(
         kinds, kinds.replace("layer", "layers")
     )

@@ -1,4 +1,4 @@
-"""Training for the demonstrations: plain SGD on the digits, the same on every machine.
+"""Training for the demonstrations: SGD on the digits, the same on every machine.
 
 Training that fits random labels is chaotic: in a few hundred steps the last bit of a sum, which
 differs by CPU and number of threads, becomes another network. So training is in float64, and after
@@ -18,6 +18,9 @@ from saltflat.datasets import digits
 from saltflat.zoo import mlp
 
 _GRID = 2.0**-16
+
+# On a batch of inputs and labels; returns the loss there.
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def samples() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,27 +51,36 @@ def settle(parameters: Iterable[Tensor]) -> None:
         parameter.div_(_GRID).round_().mul_(_GRID)
 
 
+def sgd(model: nn.Module, penalty: Callable[[Tensor], Tensor] | None = None) -> Step:
+    """Steps of SGD with momentum, on the loss and what the penalty of the labels adds to it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        (loss if penalty is None else loss + penalty(y)).backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def train(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
+    step: Step,
     *,
     epochs: int,
-    batch: int = 128,
-    lr: float = 0.1,
     seed: int = 0,
     stop: Callable[[float], bool] = lambda loss: False,
 ) -> None:
-    """SGD with momentum, in an order that depends on the seed alone; `stop` sees the mean loss."""
+    """Batches of 128 in an order that depends on the seed alone; `stop` sees the mean loss."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     for _ in range(epochs):
         total = 0.0
-        for rows in torch.randperm(len(x), generator=generator).split(batch):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x[rows]), y[rows])
-            loss.backward()
-            optimizer.step()
+        for rows in torch.randperm(len(x), generator=generator).split(128):
+            loss = step(x[rows], y[rows])
             settle(model.parameters())
             total += float(loss.detach()) * len(rows)
         if stop(total / len(x)):

@@ -55,7 +55,7 @@ class Kappa(Measure):
             by_layer=by_layer,
             by_neuron=by_neuron,
             max_over="layers",
-            details={"neurons": "input units"} if self.neurons else {},
+            neurons="input units" if self.neurons else "",
         )
 
 
@@ -95,7 +95,7 @@ class KappaTrace(Measure):
             by_layer=by_layer,
             by_neuron=self._columns(context) if self.neurons else {},
             max_over="layers",
-            details={"neurons": "input units"} if self.neurons else {},
+            neurons="input units" if self.neurons else "",
         )
 
     def _columns(self, context: Context) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class Rho(Measure):
             **forms.certainty(dict.fromkeys(parameters, 1.0)),
             by_layer=by_layer,
             by_neuron=by_neuron,
-            details={"neurons": "input units" if self.side == "columns" else "output units"},
+            neurons="input units" if self.side == "columns" else "output units",
         )
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 from rich.markup import escape
 from rich.table import Table
 
-from saltflat.errors import InvalidValue, MissingDependency, nearest
+from saltflat.errors import InvalidValue, nearest, optional
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.printing import plain_text
 from saltflat.report import store
 from saltflat.report.provenance import Provenance
+from saltflat.result import Results
 
 if TYPE_CHECKING:
     import pandas
@@ -25,8 +24,18 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Report(Mapping[str, Measurement]):
-    """Measurements by name; `skipped` says why a measure is not among them."""
+class Report(Results[Measurement]):
+    """Measurements by name; `skipped` says why a measure is not among them.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> report = sf.measure(model, (x, y), "mse", measures=["hessian_trace"])
+    >>> path = report.save("run.json")
+    >>> sf.Report.load(path) == report
+    True
+    """
 
     measurements: Mapping[str, Measurement]
     skipped: Mapping[str, str]
@@ -40,55 +49,18 @@ class Report(Mapping[str, Measurement]):
             raise KeyError(f"{name} was not measured: {self.skipped[name]}")
         raise KeyError(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.measurements
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.measurements)
-
-    def __len__(self) -> int:
-        return len(self.measurements)
-
     def save(self, path: str | Path) -> Path:
         """Write the report to a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InvalidValue(f"A report is saved as .json. Got {path.name!r}.")
-        content = {
-            "saltflat": 1,
-            "measurements": {k: store.encode(m) for k, m in self.measurements.items()},
-            "skipped": dict(self.skipped),
-            "provenance": asdict(self.provenance),
-            "notes": list(self.notes),
-        }
-        store.write(path, json.dumps(store.plain(content), indent=1, allow_nan=False))
-        return path
+        return store.save(path, "A report", store.plain(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
         """Read a report that `save` wrote."""
-        content = store.read(Path(path))
-        try:
-            provenance = dict(content["provenance"])
-            provenance["frozen"] = tuple(provenance["frozen"])
-            return cls(
-                {k: store.decode(m) for k, m in content["measurements"].items()},
-                content["skipped"],
-                Provenance(**provenance),
-                tuple(content["notes"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidValue(f"{path} is a damaged report: {error!r}.") from error
+        complaint = f"{path} is a damaged report"
+        return store.decoded(cls, store.read(path), complaint, _upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a measure; one that was skipped has the value NaN, and says why."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingDependency(
-                "A DataFrame needs pandas, which is not installed. "
-                "Install it with: pip install pandas"
-            ) from error
         rows = [
             {
                 "measure": m.name,
@@ -103,8 +75,9 @@ class Report(Mapping[str, Measurement]):
             for m in self.values()
         ]
         for name, reason in self.skipped.items():
-            rows.append({"measure": name, "value": math.nan, "skipped": reason})
-        return pandas.DataFrame(rows).set_index("measure")
+            rows.append({"measure": name, "value": nan, "skipped": reason})
+        frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(rows)
+        return frame.set_index("measure")
 
     def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Comparison:
         """The two side by side, and whether that is meaningful."""
@@ -112,31 +85,21 @@ class Report(Mapping[str, Measurement]):
 
     def layers(self) -> Table:
         """The values by layer, a column a measure."""
-        columns = [m for m in self.values() if m.by_layer]
-        names = list(dict.fromkeys(layer for m in columns for layer in m.by_layer))
-        table = Table(title="By layer", title_justify="left")
-        table.add_column("layer")
-        for m in columns:
-            table.add_column(m.name, justify="right")
-        for layer in names:
-            cells = [f"{m.by_layer[layer]:.5g}" if layer in m.by_layer else "" for m in columns]
-            table.add_row(layer, *cells)
-        return table
+        columns = {m.name: m.by_layer for m in self.values() if m.by_layer}
+        return _grid("By layer", "layer", columns)
 
     def neurons(self, layer: str) -> Table:
         """The values by neuron of one layer, a column a measure."""
-        columns = {_heading(m): m.by_neuron[layer] for m in self.values() if layer in m.by_neuron}
+        columns = {
+            f"{m.name}, {m.neurons}" if m.neurons else m.name: m.by_neuron[layer]
+            for m in self.values()
+            if layer in m.by_neuron
+        }
         if not columns:
             known = {name: None for m in self.values() for name in m.by_neuron}
             raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
-        table = Table(title=escape(f"By neuron, layer {layer}"), title_justify="left")
-        table.add_column("neuron", justify="right")
-        for name in columns:
-            table.add_column(name, justify="right")
-        for j in range(max(map(len, columns.values()))):
-            cells = [f"{float(v[j]):.5g}" if j < len(v) else "" for v in columns.values()]
-            table.add_row(str(j), *cells)
-        return table
+        by_number = {k: dict(enumerate(v.tolist())) for k, v in columns.items()}
+        return _grid(f"By neuron, layer {layer}", "neuron", by_number, justify="right")
 
     def __rich__(self) -> Table:
         p = self.provenance
@@ -150,19 +113,16 @@ class Report(Mapping[str, Measurement]):
         table.add_column("invariant to")
         table.add_column("with")
         for m in self.values():
-            table.add_row(
-                m.name, f"{m.value:.6g}", m.certainty, invariance(m), escape(_settings(m))
-            )
+            kinds = invariance(m.invariant_to)
+            table.add_row(m.name, f"{m.value:.6g}", m.certainty, kinds, escape(_settings(m)))
         for name, reason in self.skipped.items():
             table.add_row(name, "–", "[dim]does not apply[/]", "", escape(reason))
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
         table.caption = escape("\n".join([*self.notes, *notes])) or None
         return table
 
-    def __str__(self) -> str:
-        return plain_text(self, width=120)
-
-    __repr__ = __str__
+    def _width(self) -> int:
+        return 120
 
 
 # What must be equal for numbers to be comparable, and how to say that it is not.
@@ -176,23 +136,23 @@ _SAME = {
 
 @final
 @dataclass(frozen=True, repr=False)
-class Comparison(Mapping[str, Report]):
-    """Reports by name. `problems` says why their numbers cannot be compared, if so."""
+class Comparison(Results[Report]):
+    """Reports by name. `problems` says why their numbers cannot be compared, if so.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> few, many = (sf.measure(model, (x[:n], y[:n]), "mse") for n in (1, 2))
+    >>> sf.Comparison({"few": few, "many": many}).problems[1]
+    'the number of samples differs (few: 1, many: 2)'
+    """
 
     reports: Mapping[str, Report]
 
     def __post_init__(self) -> None:
         if not self.reports:
             raise InvalidValue("There is nothing to compare: no reports were given.")
-
-    def __getitem__(self, name: str) -> Report:
-        return self.reports[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.reports)
-
-    def __len__(self) -> int:
-        return len(self.reports)
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
@@ -226,29 +186,49 @@ class Comparison(Mapping[str, Report]):
                 error = f" ± {m.stderr:.2g}" if m is not None and m.stderr else ""
                 cells.append("–" if m is None else f"{m.value:.5g}{error}")
             one = next(r[measure] for r in self.values() if measure in r)
-            table.add_row(measure, *cells, invariance(one))
+            table.add_row(measure, *cells, invariance(one.invariant_to))
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
             table.caption = escape(f"Not comparable:\n{lines}")
         return table
 
-    def __str__(self) -> str:
-        wide = 60 + sum(max(14, len(name) + 3) for name in self)
-        return plain_text(self, width=max(120, wide))
-
-    __repr__ = __str__
+    def _width(self) -> int:
+        return max(120, 60 + sum(max(14, len(name) + 3) for name in self))
 
 
-def invariance(m: Measurement) -> str:
+def invariance(kinds: Collection[str]) -> str:
     """`every rescaling`, `layer, neuron`, or `nothing`."""
-    if m.invariant_to == EVERY_RESCALING:
+    if set(kinds) == EVERY_RESCALING:
         return "every rescaling"
-    return ", ".join(kind for kind in get_args(Symmetry) if kind in m.invariant_to) or "nothing"
+    return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
 
 
-def _heading(m: Measurement) -> str:
-    """The measure, and which units its neurons are where it says so."""
-    return f"{m.name}, {m.details['neurons']}" if "neurons" in m.details else m.name
+def _grid(
+    title: str,
+    rows: str,
+    columns: Mapping[str, Mapping[Any, float]],
+    justify: Literal["left", "right"] = "left",
+) -> Table:
+    """A column for each name, a row for each key that any of them has."""
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column(rows, justify=justify)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for key in dict.fromkeys(key for values in columns.values() for key in values):
+        cells = [f"{values[key]:.5g}" if key in values else "" for values in columns.values()]
+        table.add_row(str(key), *cells)
+    return table
+
+
+def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """As written before bounds had a direction, errors degrees of freedom and neurons a field."""
+    for m in content.get("measurements", {}).values():
+        if m.get("lower_bound"):
+            m["bound"] = "lower"
+        if "neurons" not in m:
+            m["neurons"] = m["details"].pop("neurons", "")
+        m.setdefault("degrees", inf if m["exact"] or m.get("bound") else nan)
+    return content
 
 
 def _settings(m: Measurement) -> str:

@@ -1,14 +1,15 @@
-"""Measurements as plain JSON and back; files written whole or not at all."""
+"""Results as plain JSON and back; files written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from math import inf, isfinite, nan
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import InvalidValue
-from saltflat.measurement import Measurement
+
+T = TypeVar("T")
+Upgrade = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def plain(value: Any) -> Any:
-    """Anything a measurement holds, as what JSON knows; numbers that are not finite as strings."""
+    """Anything a result holds, as what JSON knows; numbers that are not finite as strings."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, float):
@@ -29,39 +32,36 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if isinstance(value, np.generic):
         return plain(value.item())
+    if is_dataclass(value) and not isinstance(value, type):  # before mappings, which it may be too
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, frozenset | set):
         return sorted(map(str, value))
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     return str(value)
 
 
-def encode(m: Measurement) -> dict[str, Any]:
-    return {f.name: plain(getattr(m, f.name)) for f in fields(m)}
-
-
-def decode(content: Mapping[str, Any]) -> Measurement:
-    known = {f.name for f in fields(Measurement)}
-    values = {k: v for k, v in content.items() if k in known}
-    if content.get("lower_bound"):  # as written before bounds had a direction
-        values["bound"] = "lower"
-    values.setdefault("degrees", inf if values["exact"] or values.get("bound") else nan)
-    for key in ("value", "stderr", "gap", "degrees"):
-        values[key] = float(values[key])
-    for key in ("by_parameter", "by_layer"):
-        values[key] = {k: float(v) for k, v in values[key].items()}
-    values["by_neuron"] = {
-        k: torch.tensor([float(x) for x in v], dtype=torch.float64)
-        for k, v in values["by_neuron"].items()
-    }
-    values |= {key: _numbers(values[key]) for key in ("settings", "details")}
-    values["invariant_to"] = frozenset(values["invariant_to"])
-    values["notes"] = tuple(values["notes"])
-    return Measurement(**values)
+def restored(kind: Any, value: Any) -> Any:
+    """A plain value as what the annotation `kind` says it was."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        values = {key: restored(hint, value[key]) for key, hint in hints.items() if key in value}
+        for field in fields(kind):
+            if field.default is MISSING and field.default_factory is MISSING:
+                values[field.name]  # a KeyError tells which one is missing
+        return cast(Any, kind)(**values)
+    if origin in (Union, UnionType):  # with None
+        return None if value is None else restored(arguments[0], value)
+    if origin is Mapping:
+        return {restored(arguments[0], k): restored(arguments[1], v) for k, v in value.items()}
+    if origin in (tuple, frozenset):
+        return origin(restored(arguments[0], v) for v in value)
+    if kind is Tensor:
+        return torch.tensor([float(x) for x in value], dtype=torch.float64)
+    return float(value) if kind is float else _numbers(value) if kind is Any else value
 
 
 def _numbers(value: Any) -> Any:
@@ -73,7 +73,7 @@ def _numbers(value: Any) -> Any:
     return {k: _numbers(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     """Write beside the file and put it in its place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files nobody else may read.
@@ -89,10 +89,27 @@ def write(path: Path, text: str) -> None:
         raise
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a report file."""
+def save(path: str | Path, what: str, content: Mapping[str, Any]) -> Path:
+    """Write the content to a .json file, whole or not at all; `what` it is, e.g. "A report"."""
+    path = Path(path)
+    if path.suffix != ".json":
+        raise InvalidValue(f"{what} is saved as .json. Got {path.name!r}.")
+    _write(path, json.dumps(plain({"saltflat": 1, **content}), indent=1, allow_nan=False))
+    return path
+
+
+def decoded(kind: type[T], content: Any, complaint: str, upgrade: Upgrade = dict) -> T:
+    """What `save` wrote, once `upgrade` has brought an older format up to date."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return cast(T, restored(kind, upgrade(content)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidValue(f"{complaint}: {error!r}.") from error
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The content of a file that `save` wrote."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is not a report: it is not JSON ({error}).") from error
     if not isinstance(content, dict) or content.get("saltflat") != 1:

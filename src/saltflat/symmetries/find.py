@@ -50,6 +50,18 @@ def symmetries(
     output : chooses the tensors that count as the answer, as elsewhere.
     parameters : "all", or "trainable" to keep frozen parameters where they are.
     unpack : splits an item of the data, as elsewhere.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> x = torch.randn(8, 3)
+    >>> group = sf.symmetries(model, x)
+    >>> len(group)
+    4
+    >>> torch.allclose(group.random(seed=0, spread=10.0)(model)(x), model(x), atol=1e-5)
+    True
     """
     inner, movable = _checked(model, parameters)
     example = inputs_of(inner, example, unpack, movable)

@@ -55,6 +55,15 @@ class Group:
         are not in the group and never drawn.
     pinned_by : operations that let no scale through, and how often they did.
     notes : anything else that was noticed.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+    >>> group = sf.symmetries(model, torch.randn(8, 3))
+    >>> [generator.name for generator in group]
+    ['0[0]', '0[1]']
     """
 
     generators: tuple[Generator, ...]

@@ -208,6 +208,22 @@ class BNSharpnessSGD(PerturbedOptimizer):
     The difference of two gradients over δ magnifies rounding: prefer float32 to autocast. The
     paper takes the two gradients on different batches, which `step(closure, plus, minus)` does;
     their difference is then mostly that of the batches, over δ, and `clip` decides the length.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    >>> model, x, y = torch.nn.Sequential(*layers), torch.randn(8, 3), torch.arange(8) % 2
+    >>> optimizer = sf.BNSharpnessSGD(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = torch.nn.functional.cross_entropy(model(x), y)
+    ...     loss.backward()
+    ...     return loss
+    >>> losses = [optimizer.step(closure).item() for _ in range(10)]
+    >>> losses[-1] < losses[0], optimizer.filters
+    (True, {'0.weight': 4})
     """
 
     _scale_free = False

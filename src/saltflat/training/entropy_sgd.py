@@ -45,6 +45,16 @@ class EntropySGD(Optimizer):
     Every inner step is a draw of its own, so the passes do not share random numbers. The noise
     depends on `seed` and the number of the step, not on the global generators: it is the same on
     every rank, and after loading a checkpoint.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = sf.EntropySGD([w], lr=0.1, steps=1, noise=0.0)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.data, optimizer.at_center
+    (tensor([2.4000, 3.2000]), True)
     """
 
     def __init__(

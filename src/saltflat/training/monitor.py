@@ -38,7 +38,14 @@ CHEAP = ("hessian_trace", "minimum_sharpness")  # both from one trace
 @final
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long measuring may take: a share of the time since the monitor was made, and seconds."""
+    """How long measuring may take: a share of the time since the monitor was made, and seconds.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> sf.Budget(seconds=60).exceeded(spent=61, elapsed=1000)
+    'measuring has taken 61 s; the budget is 60 s'
+    """
 
     share: float = math.inf
     seconds: float = math.inf
@@ -143,6 +150,15 @@ class Monitor:
     A measure that is not defined for the weights at hand is in `failed` of its record. If nothing
     can be measured any more, because training has diverged for instance, the record says that too;
     only at the first measurement it is an error.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> monitor = sf.Monitor(model, (x, y), "mse", measures=["hessian_trace"], budget=None)
+    >>> record = monitor.epoch()
+    >>> record.epoch, round(record.values["hessian_trace"], 4)
+    (1, 2.0)
     """
 
     def __init__(

@@ -51,6 +51,21 @@ class SAM(PerturbedOptimizer):
             (loss(model(x), y) / k).backward()
             optimizer.gather()
         optimizer.step()
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = sf.SAM(torch.optim.SGD([w], lr=0.1), rho=5.0)
+    >>> w.square().sum().backward()
+    >>> optimizer.perturb()
+    True
+    >>> w.data
+    tensor([6., 8.])
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.data
+    tensor([1.8000, 2.4000])
     """
 
     def __init__(

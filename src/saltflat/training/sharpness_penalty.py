@@ -59,6 +59,16 @@ class SharpnessPenalty:
     minimum over scales is concave in the curvature, the mean of the shards' sharpness is at most
     that of all data. Micro-batches of gradient accumulation draw random signs of their own, which
     leaves the estimate unbiased.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> x, y = torch.randn(8, 3), torch.arange(8) % 2
+    >>> penalty = sf.SharpnessPenalty(model, (x, y), strength=1e-3)
+    >>> loss = torch.nn.functional.cross_entropy(model(x), y)
+    >>> (loss + penalty(loss)).backward()
     """
 
     def __init__(

@@ -59,6 +59,19 @@ class FAM:
 
     Copies of the model (deepcopy, pickle) carry no penalty; copies of the FAM object carry their
     own model.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> x, y = torch.randn(8, 3), torch.arange(8) % 2
+    >>> fam = sf.FAM(model, layer="2", strength=0.1)
+    >>> loss = torch.nn.functional.cross_entropy(model(x), y)
+    >>> penalty = fam(y)
+    >>> f"{penalty.item():.3g}"
+    '0.0012'
+    >>> (loss + penalty).backward()
     """
 
     def __init__(

@@ -20,11 +20,11 @@ _SMALL = 64.0  # MiB
 
 def peak(run: Run, device: str) -> float:
     """MiB. Small ones, blurred by pages, are the least of three."""
-    found: list[float] = []
-    while not found or (len(found) < 3 and found[0] <= _SMALL):
+    peaks: list[float] = []
+    while not peaks or (len(peaks) < 3 and peaks[0] <= _SMALL):
         gc.collect()
-        found.append(_cuda(run) if device == "cuda" else _resident(run))
-    return min(found)
+        peaks.append(_cuda(run) if device == "cuda" else _resident(run))
+    return min(peaks)
 
 
 def _cuda(run: Run) -> float:

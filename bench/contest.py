@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 from bench.cases import CLASSES, PROBES, Case, Problem, prepare
+from bench.contender_memory import peak_mib
 from bench.contenders import CONTENDERS, Contender, reference
-from bench.memory import peak_mib
 from bench.peers import Values
 from bench.timing import Timed, Times, clocked, in_turns, turn_of
 

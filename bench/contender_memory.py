@@ -13,7 +13,7 @@ import sys
 from bench.cases import CASES, prepare
 from bench.contenders import CONTENDERS
 from bench.device import configure
-from bench.peak import peak
+from bench.peak_memory import peak
 
 
 def peak_mib(
@@ -24,16 +24,16 @@ def peak_mib(
     The contender runs on the first `samples` of the case; `size` is its batch size or its probes.
     """
     arguments = [case, contender, str(samples), str(size), device]
-    command = [sys.executable, "-m", "bench.memory", *arguments]
+    command = [sys.executable, "-m", "bench.contender_memory", *arguments]
     done = subprocess.run(command + ["--tf32"] * tf32, capture_output=True, text=True, check=False)
     return float(done.stdout.split()[-1]) if done.returncode == 0 else None
 
 
 def _measure(case: str, contender: str, samples: int, size: int, device: str) -> float:
-    chosen = CONTENDERS[contender]
+    method = CONTENDERS[contender]
     problem = prepare(CASES[case], device).head(samples)
-    chosen.build(problem.head(2), 2)()
-    run = chosen.build(problem, size)
+    method.build(problem.head(2), 2)()
+    run = method.build(problem, size)
     return peak(run, device)
 
 
