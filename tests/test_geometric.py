@@ -14,8 +14,7 @@ from scipy import sparse
 from scipy.optimize import linprog, minimize
 
 from saltflat.convex import geometric as geometric_module
-from saltflat.convex.geometric import minimise, vanishing
-from saltflat.convex.newton import ExponentMatrix, certify
+from saltflat.convex.geometric import ExponentMatrix, certify, minimise, vanishing
 from saltflat.errors import InvalidValue, SaltflatError
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from saltflat.errors import InvalidValue
-from saltflat.measures.normalized_recipe import (
+from saltflat.measures.normalized_sharpness import (
     by_channel,
     direct_objective,
     paper_descent,

@@ -41,7 +41,7 @@ from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from saltflat.convex.newton import EPS, Floats
+from saltflat.convex.geometric import EPS, Floats
 from saltflat.errors import InvalidType, InvalidValue
 
 _SETTLED = 1e-7  # change of y in a sweep from which the gap, its square, is like rounding

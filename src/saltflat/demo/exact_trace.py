@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import saltflat as sf
-from saltflat.demo.training import accuracy, network, samples, sgd, train
+from saltflat.demo import accuracy, network, samples, sgd, train
 
 Result = TypeVar("Result")
 PROBES = 100

@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.demo import Step, accuracy, network, samples, sgd, train
 from saltflat.demo.random_labels import randomised
-from saltflat.demo.training import Step, accuracy, network, samples, sgd, train
 
 SEEDS = range(5)
 NOISE = 0.25

@@ -18,7 +18,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 import saltflat as sf
-from saltflat.demo.training import accuracy, network, samples, sgd, train
+from saltflat.demo import accuracy, network, samples, sgd, train
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEEDS = (0, 1, 2)
