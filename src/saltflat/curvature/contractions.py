@@ -172,22 +172,23 @@ def wide_cancellation(dtype: torch.dtype, cancellation: float = CANCELLATION) ->
 
 
 def _trace_gram(left: Each, right: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=right.device)
-    positions = right.shape[3]
+    n, groups, _, positions = right.shape
+    totals = torch.zeros(n, dtype=torch.float64, device=right.device)
     for rows in row_blocks(right, positions * positions):
         parts = [flat(delta[rows]) for delta in left]
-        total += squares_by_gram(parts, flat(right[rows])).sum(dtype=torch.float64)
-    return total
+        squares = squares_by_gram(parts, flat(right[rows]))
+        totals[rows] = squares.reshape(-1, groups).sum(1, dtype=torch.float64)
+    return totals
 
 
 def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=right.device)
+    n, groups = right.shape[:2]
+    totals = torch.zeros(n, dtype=torch.float64, device=right.device)
     for d, rows, gradient in _gradients(left, right):
         squares = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
-        if sign is not None:
-            squares = squares * sign[d, rows].repeat_interleave(right.shape[1])
-        total += squares.sum(dtype=torch.float64)
-    return total
+        each = squares.reshape(-1, groups).sum(1, dtype=torch.float64)
+        totals[rows] += each if sign is None else each * sign[d, rows]
+    return totals
 
 
 def _diagonal_pairs(left: Each, right: Tensor) -> Tensor:
@@ -428,9 +429,20 @@ class Term(ABC):
         summed = weights.to(gradient) @ gradient.reshape(len(gradient), -1)
         return summed.reshape(gradient.shape[1:])
 
+    def traces(self, sign: Tensor | None) -> Tensor:
+        """Σ_d s ‖G‖² of every sample, in float64; `sign` is (D, n) or None."""
+        gradient = self.gradient()
+        each = gradient.reshape(*gradient.shape[:2], -1)
+        norms: Tensor = torch.linalg.vector_norm(each, dim=2)
+        return _weighted(norms.double().square(), sign)
+
+    @abstractmethod
+    def direction(self, d: int) -> Term:
+        """One direction of it."""
+
     def trace(self, sign: Tensor | None) -> Tensor:
-        """Σ s ‖G‖², a float64 scalar; `sign` is (D, n) or None."""
-        return self.diagonal(sign).sum(dtype=torch.float64)
+        """Σ s ‖G‖² over directions and samples."""
+        return self.traces(sign).sum()
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
         """Σ s G², of the parameter's shape."""
@@ -458,11 +470,8 @@ class Explicit(Term):
     def gradient(self) -> Tensor:
         return self.values
 
-    def trace(self, sign: Tensor | None) -> Tensor:
-        flat = self.values.reshape(*self.values.shape[:2], -1)
-        norms: Tensor = torch.linalg.vector_norm(flat, dim=2)
-        squares = norms.double().square()  # one a direction and sample, added up in float64
-        return (squares if sign is None else squares * sign).sum()
+    def direction(self, d: int) -> Explicit:
+        return Explicit(self.values[d : d + 1])
 
 
 @final
@@ -477,6 +486,9 @@ class Outer(Term):
     def outer(self) -> Outer:
         return self
 
+    def direction(self, d: int) -> Outer:
+        return Outer(self.left[d : d + 1], self.right, self.layout)
+
     def gradient(self) -> Tensor:
         inner = self.right.mT
         return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
@@ -485,7 +497,7 @@ class Outer(Term):
         left = self.left[0] * weights.to(self.right)[:, None, None, None]
         return self.layout.assemble(_side_by_side(left) @ _side_by_side(self.right).mT)
 
-    def trace(self, sign: Tensor | None) -> Tensor:
+    def traces(self, sign: Tensor | None) -> Tensor:
         left, right = self.left, self.right
         a, positions = left[0].shape[2:]
         b, directions = right.shape[2], len(left)
@@ -522,6 +534,9 @@ class Lookup(Term):
     deltas: Sequence[Tensor]
     rows: int
 
+    def direction(self, d: int) -> Lookup:
+        return Lookup(self.index, self.deltas[d : d + 1], self.rows)
+
     def gradient(self) -> Tensor:
         mask = (self.index >= 0).unsqueeze(-1)
         at = self.index.clamp(min=0).unsqueeze(-1)
@@ -537,8 +552,8 @@ class Lookup(Term):
         result = rows.new_zeros(self.rows, rows.shape[-1])
         return result.index_add_(0, self.index.clamp(min=0).flatten(), rows)
 
-    def trace(self, sign: Tensor | None) -> Tensor:
-        return self._squares(sign).sum(dtype=torch.float64)
+    def traces(self, sign: Tensor | None) -> Tensor:
+        return self._squares(sign).sum((1, 2), dtype=torch.float64)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
         squares = self._squares(sign).flatten(0, 1)
@@ -629,14 +644,17 @@ class Bias(Term):
 
     deltas: Deltas
 
+    def direction(self, d: int) -> Bias:
+        return Bias(Deltas(self.deltas.values[d : d + 1]))
+
     def gradient(self) -> Tensor:
         return self.deltas.values
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
         return self.deltas.squares(sign).sum(0)
 
-    def trace(self, sign: Tensor | None) -> Tensor:
-        return self.deltas.norms(sign).sum(dtype=torch.float64)
+    def traces(self, sign: Tensor | None) -> Tensor:
+        return self.deltas.norms(sign).double()
 
 
 @final
@@ -647,6 +665,9 @@ class RankOne(Term):
     deltas: Deltas
     inputs: Tensor
     layout: Layout
+
+    def direction(self, d: int) -> RankOne:
+        return RankOne(Deltas(self.deltas.values[d : d + 1]), self.inputs, self.layout)
 
     def outer(self) -> Outer:
         """The same with an axis of positions, to be put beside other uses of the weight."""
@@ -661,8 +682,8 @@ class RankOne(Term):
         left = self.deltas.values[0] * weights.to(self.inputs)[:, None]
         return self._assemble(left.mT @ self.inputs)
 
-    def trace(self, sign: Tensor | None) -> Tensor:
-        return (self.deltas.norms(sign) * _squared_norms(self.inputs)).sum(dtype=torch.float64)
+    def traces(self, sign: Tensor | None) -> Tensor:
+        return (self.deltas.norms(sign) * _squared_norms(self.inputs)).double()
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
         squares = self.deltas.squares(sign)

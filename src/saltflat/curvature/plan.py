@@ -17,7 +17,7 @@ derivative of ⟨∂⟨r, o⟩/∂w, v⟩ in w must vanish. That speaks for the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, final
@@ -50,6 +50,8 @@ class Settings:
     max_directions: int = 1000
     memory_budget: int | None = None
     certify: Certify = "proof"
+    tolerance: float = 0.05  # of estimates: standard error over value
+    gradients: float = 100.0  # that estimates may cost
 
     def budget(self, device: torch.device, weights: int = 0) -> int:
         """Bytes that one chunk may take, of a model with `weights` bytes of parameters.
@@ -126,6 +128,7 @@ class Refutation:
     plan: Plan | None = None  # the model is what this plan says
     joint: bool = False  # the loss is neither a mean nor a sum over samples
     directions: int = 0  # a sample has so many, more than are sent one by one
+    unserved: frozenset[str] = frozenset()  # blocks that draws of their own do not serve
 
 
 def fits(use: Use, rows: Rows) -> bool:
@@ -250,15 +253,20 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
         )
 
 
-def proof_of(risk: Risk, batch: Batch, outputs: Tensor) -> Proof:
-    """What the graph of these outputs of a batch proves."""
+def in_place_writes(risk: Risk, batch: Batch) -> Callable[[], frozenset[str]]:
+    """Asks for the operations in place of a forward pass of the batch."""
 
     def writes() -> frozenset[str]:
         with InPlace() as log, Safe():
             risk.forward(batch)
         return frozenset(log.seen)
 
-    proof = prove(outputs, risk.parameters, writes)
+    return writes
+
+
+def proof_of(risk: Risk, batch: Batch, outputs: Tensor) -> Proof:
+    """What the graph of these outputs of a batch proves."""
+    proof = prove(outputs, risk.parameters, in_place_writes(risk, batch))
     if "CheckpointFunctionBackward" in proof.opaque:
         raise ModelError(
             "The model uses reentrant checkpointing, inside of which autograd cannot look. Pass "

@@ -243,7 +243,7 @@ def prove(
     curved: dict[str, int] = {}
     given: dict[str, int] = {}
     trail: list[str] = []
-    order = list(_leaves_first(outputs.grad_fn))
+    order = list(leaves_first(outputs.grad_fn))
     for node, name, children in order:
         below = [reach[child] for child, _ in children]
         if not below:
@@ -258,7 +258,7 @@ def prove(
         if name in _declared and isinstance(node, BackwardCFunction):
             given[_declared[name]] = given.get(_declared[name], 0) | every
             continue
-        reached = _curved_bits(_pairs(node, name, len(below), writes), below, every)
+        reached = _curved_bits(curved_pairs(node, name, len(below), writes), below, every)
         if reached:
             curved[name] = curved.get(name, 0) | reached
     return Proof(
@@ -299,14 +299,14 @@ def _curved_bits(pairs: Pairs | None, below: Sequence[int], every: int) -> int:
     return bits
 
 
-def _pairs(
+def curved_pairs(
     node: Any, name: str, operands: int, writes: Callable[[], frozenset[str]]
 ) -> Pairs | None:
     """The pairs of operands in which an operation is curved; None for all of them."""
     if name == _PART:
         together: set[tuple[int, int]] = set()
         for each in writes():
-            pairs = _pairs(node, each, operands, writes) if each != _PART else None
+            pairs = curved_pairs(node, each, operands, writes) if each != _PART else None
             if pairs is None:
                 return None
             together.update(pairs)
@@ -354,7 +354,7 @@ def _blamed(operations: Mapping[str, int], names: Mapping[str, Any]) -> dict[str
     return blamed
 
 
-def _leaves_first(root: Any) -> Iterator[Visit]:
+def leaves_first(root: Any) -> Iterator[Visit]:
     """All nodes below a root, children before parents."""
     seen: set[Any] = set()
     stack: list[tuple[Any, Any]] = [(root, None)]

@@ -8,16 +8,17 @@ and of directions bound the memory; their sums do not depend on where the cuts f
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, Protocol, final, get_args
 
 import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
-from saltflat.curvature.estimators import reduce_entries, sketch_noise
+from saltflat.curvature.estimators import reduce_entries
 from saltflat.curvature.loss_hessian import Additivity, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
@@ -129,9 +130,22 @@ def backward(outputs: Tensor, uses: Sequence[Use], plan: Plan, columns: Tensor) 
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
+    return send([outputs], ([column] for column in columns), uses, rows)
+
+
+def send(
+    sources: Sequence[Any],
+    directions: Iterable[Sequence[Tensor]],
+    uses: Sequence[Use],
+    rows: Sequence[Rows],
+) -> list[Any]:
+    """The same, one direction after the other, from several places of the graph at once."""
+    edges = [use.edge for use in uses]
     arrived: list[Any] = [[] for _ in uses]
-    for column in columns:
-        deltas = torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
+    for cotangents in directions:
+        deltas = torch.autograd.grad(
+            sources, edges, cotangents, retain_graph=True, allow_unused=True
+        )
         for k, (use, delta) in enumerate(zip(uses, deltas, strict=True)):
             if delta is None or arrived[k] is None:
                 arrived[k] = None
@@ -192,23 +206,43 @@ Directions = tuple[frozenset[Kind], Tensor, Tensor | None]  # what for, columns,
 
 
 @final
-@dataclass(slots=True)
-class Pass:
-    """One sweep over the data, for what is requested of each parameter."""
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some samples that went through the model, with what was recorded on the way."""
+
+    batch: Batch
+    outputs: Tensor
+    uses: Sequence[Use]
+    plan: Plan
+    index: int  # of the batch
+    first: int  # sample of it
+
+    def rows(self, use: Use) -> Rows:
+        return Rows(self.batch.size, sample_dim(use, self.plan))
+
+
+def slope(loss: Loss, chunk: Chunk) -> Tensor:
+    """The gradient of the (unnormalised) loss in the outputs."""
+    at = chunk.outputs.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss.total(at, chunk.batch.targets), at)
+    return gradient
+
+
+@dataclass
+class Pass(ABC):
+    """One pass over the data, chunk by chunk, for what is requested of each parameter."""
 
     risk: Risk
     loss: Loss
     requests: Requests
     settings: Settings
     weights: Mapping[str, Weight]
-    must_be_linear: bool
-    seed: int | None = None  # of a random sketch of the directions
-    samples: int = 0  # that were swept over
+    samples: int = 0  # that were gone through
     counted: int = 0  # samples that the loss does not ignore
     normaliser: float = 0.0
     rules: dict[str, set[str]] = field(default_factory=dict)
     sums: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)
-    _pending: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # until a chunk is done
+    pending: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # until a chunk is done
     _generic: PerSample | None = None
     _size: int | None = None  # samples a chunk, once memory has run out
     _additivity: Additivity | None = None
@@ -219,10 +253,21 @@ class Pass:
         if isinstance(self.loss, CustomLoss):
             self._additivity = Additivity(self.loss)
 
-    def run(
-        self, batches: Iterable[Batch], first: Plan
-    ) -> dict[tuple[Kind, str], Tensor] | Refutation:
-        """Σ over all samples, divided by the loss's normaliser; `first` plans the first batch."""
+    @abstractmethod
+    def measure(self, chunk: Chunk) -> Refutation | None:
+        """Put what is wanted of a chunk into `pending`."""
+
+    @abstractmethod
+    def copes(self, plan: Plan) -> bool:
+        """Whether the pass is right for what a chunk turned out to be."""
+
+    def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
+        """Add what a chunk gave to `sums`."""
+        known = self.sums.get(key)
+        self.sums[key] = value.double() if known is None else known.add_(value)
+
+    def run(self, batches: Iterable[Batch], first: Plan) -> Refutation | None:
+        """Go through all samples; `first` plans the first batch."""
         for index, batch in enumerate(batches):
             known = index == 0 and batch.size > 1
             plan = first if known else plan_for(self.risk, batch, self.settings.certify)
@@ -230,30 +275,14 @@ class Pass:
                 return refutation
         if self._additivity is not None and not self._additivity.holds_together():
             return Refutation(joint=True)
-        scale = divisor(self.loss, self.normaliser)
-        # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
-        fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
-        return {
-            (kind, name): self._sum(kind, name).div_(fisher if kind == "fisher" else scale)
-            for name, kinds in self.requests.items()
-            for kind in kinds
-        }
-
-    def _sum(self, kind: Kind, name: str) -> Tensor:
-        """What was added up; zeros of its shape where nothing arrived."""
-        if (kind, name) in self.sums:
-            return self.sums[kind, name]
-        zeros = torch.zeros_like(self.risk.parameters[name], dtype=torch.float64)
-        if kind in ("columns", "rows"):
-            return reduce_entries(zeros, self.weights[name].matrix, FORMS[kind])
-        return zeros if kind == "diagonal" else zeros.sum()
+        return None
 
     def _batch(self, batch: Batch, index: int, plan: Plan) -> Refutation | None:
         start, examined = 0, -1  # `examined`: the chunk that was looked at as a whole
         while start < batch.size:
-            size = min(self._size or self._chunk(plan, batch), batch.size - start)
+            size = min(self._size or self.chunk_size(plan, batch), batch.size - start)
             chunk = batch.part(start, start + size)
-            self._pending = {}
+            self.pending = {}
             try:
                 done = self._samples(chunk, index, start, plan)
             except RuntimeError as error:
@@ -268,7 +297,7 @@ class Pass:
                 continue
             if isinstance(done, Refutation):
                 return done
-            moving = (v for (_, name), v in self._pending.items() if name in plan.dormant)
+            moving = (v for (_, name), v in self.pending.items() if name in plan.dormant)
             if examined != start and any(bool(value.any()) for value in moving):
                 # Now there is something to see.
                 plan, examined = examine(self.risk, chunk, self.settings.certify), start
@@ -276,13 +305,12 @@ class Pass:
             self.samples += size
             self.normaliser += done[0]
             self.counted += done[1]
-            for key in list(self._pending):
-                value, known = self._pending.pop(key), self.sums.get(key)
-                self.sums[key] = value.double() if known is None else known.add_(value)
+            for key in list(self.pending):
+                self.commit(key, self.pending.pop(key))
             start += size
         return None
 
-    def _chunk(self, plan: Plan, batch: Batch) -> int:
+    def chunk_size(self, plan: Plan, batch: Batch) -> int:
         """How many samples fit: graph, deltas of some directions, patches, output Hessians.
 
         The batch is cut evenly. On a GPU chunks stay below 512 samples, above which cuDNN picks
@@ -294,19 +322,19 @@ class Pass:
         each = plan.width * (entries + plan.patches)
         if not isinstance(self.loss, CrossEntropy | ElementwiseLoss):
             each += 32 * min(outputs, self.settings.max_directions) ** 2
-        most = max(1, self._budget() // max(1, each))
+        most = max(1, self.budget() // max(1, each))
         if self.risk.device.type == "cuda":
             most = min(most, 1024 if torch.backends.cudnn.allow_tf32 else 512)
         return -(-batch.size // -(-batch.size // most))
 
-    def _budget(self) -> int:
+    def budget(self) -> int:
         weights = sum(p.numel() * p.element_size() for p in self.risk.parameters.values())
         return self.settings.budget(self.risk.device, weights)
 
     def _samples(
         self, chunk: Batch, index: int, first: int, plan: Plan
     ) -> tuple[float, int] | Refutation:
-        """Put the chunk's sums into `_pending`; return its part of the normaliser, and how many
+        """Put the chunk's sums into `pending`; return its part of the normaliser, and how many
         samples count."""
         if plan.channels_last:
             chunk = channels_last(chunk)
@@ -320,32 +348,27 @@ class Pass:
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
         normaliser = self.loss.normaliser(outputs, chunk.targets)
-        if outputs.requires_grad:
-            for directions in self._directions(outputs, chunk, index, first, plan):
-                self._square(chunk, outputs, recorder.uses, plan, directions)
+        passed = Chunk(chunk, outputs, recorder.uses, plan, index, first)
+        if outputs.requires_grad and (refutation := self.measure(passed)):
+            return refutation
         for name in self.requests:
             self.rules.setdefault(name, set()).add(plan.rules[name])
         return normaliser, self.loss.counted(outputs, chunk.targets)
 
-    def _wants(self, kinds: frozenset[Kind]) -> list[str]:
+    def wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
 
     def _refutation(
         self, plan: Plan, chunk: Batch, outputs: Tensor, proof: Proof
     ) -> Refutation | None:
-        """What this chunk is not, if that is more than the sweep can do with."""
-        wanted = self._wants(CURVATURE)
+        """What this chunk is not, if that is more than the pass can do with."""
         known = replace(plan, curved={**proof.curved, **plan.curved})
-        if plan.coupled or (self.must_be_linear and not all(map(known.allows, wanted))):
+        if plan.coupled or not self.copes(known):
             return Refutation(known)
         if not self._company.is_indifferent(chunk, outputs):
             return Refutation(replace(plan, coupled=True))
         if self._additivity is not None and not self._additivity.holds(outputs, chunk):
             return Refutation(joint=True)
-        if wanted and self.seed is None:
-            count = direction_count(self.loss, outputs, chunk.targets)
-            if count > self.settings.max_directions:
-                return Refutation(directions=count)
         return None
 
     def _plan(
@@ -386,84 +409,127 @@ class Pass:
         calls = Counter(name for use in reached for name in use.names.values())
         return all(calls[n] == proof.edges.get(n, 0) for n in self.requests if n in plan.dims)
 
-    def _directions(
-        self, outputs: Tensor, chunk: Batch, index: int, first: int, plan: Plan
-    ) -> Iterator[Directions]:
+    def terms(
+        self, chunk: Chunk, live: Sequence[Use], arrived: list[Any], names: frozenset[str]
+    ) -> Iterator[tuple[str, Term]]:
+        """(name, gradients) of what arrived at the uses of some parameters, each name once."""
+        terms: dict[str, list[Term]] = {}
+        reached = [use for use, each in zip(live, arrived, strict=True) if each is not None]
+        calls = Counter(name for use in reached for name in use.names.values())
+        for k, use in enumerate(live):
+            # What was kept is let go of as soon as it is squared.
+            each, arrived[k] = arrived[k], None
+            if each is None:
+                continue
+            for name, term in use.terms(each, chunk.rows(use)):
+                if name in names and name in chunk.plan.dims:
+                    terms.setdefault(name, []).append(term)
+                    if len(terms[name]) == calls[name]:
+                        yield name, combine(terms.pop(name))
+            del each
+        for name, parts in terms.items():
+            yield name, combine(parts)
+
+    def written_out(self, plan: Plan, kinds: frozenset[Kind]) -> list[str]:
+        """The parameters that go the per-sample way."""
+        return [name for name in self.wants(kinds) if plan.rules[name] == GENERIC]
+
+    def generic_terms(
+        self, chunk: Chunk, columns: Tensor, names: list[str]
+    ) -> Iterator[tuple[slice, str, Term]]:
+        """(samples, name, gradients) of parameters that no rule serves."""
+        if not names:
+            return
+        if self._generic is None or set(self._generic.parameters) != set(names):
+            self._generic = PerSample(self.risk, names)
+        for rows, gradients in self._generic.gradients(chunk.batch, columns):
+            for name, gradient in gradients.items():
+                yield rows, name, Explicit(gradient)
+
+
+class Store(Protocol):
+    """Keeps gradients; what began in one place twice is to be kept from the second time on."""
+
+    def begin(self, index: int, first: int) -> None: ...
+
+    def add(self, name: str, term: Term, sign: Tensor | None) -> None: ...
+
+
+@final
+@dataclass
+class ExactPass(Pass):
+    """Every direction of every sample; for the Hessian, what was asked for must be linear."""
+
+    must_be_linear: bool = field(kw_only=True)
+    store: Store | None = None  # keeps the gradients of every chunk, besides what is made of them
+
+    def copes(self, plan: Plan) -> bool:
+        return not self.must_be_linear or all(map(plan.allows, self.wants(CURVATURE)))
+
+    def values(self) -> dict[tuple[Kind, str], Tensor]:
+        """Σ over all samples, divided by the loss's normaliser."""
+        scale = divisor(self.loss, self.normaliser)
+        # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
+        fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
+        return {
+            (kind, name): self._sum(kind, name).div_(fisher if kind == "fisher" else scale)
+            for name, kinds in self.requests.items()
+            for kind in kinds
+        }
+
+    def _sum(self, kind: Kind, name: str) -> Tensor:
+        """What was added up; zeros of its shape where nothing arrived."""
+        if (kind, name) in self.sums:
+            return self.sums[kind, name]
+        zeros = torch.zeros_like(self.risk.parameters[name], dtype=torch.float64)
+        if kind in ("columns", "rows"):
+            return reduce_entries(zeros, self.weights[name].matrix, FORMS[kind])
+        return zeros if kind == "diagonal" else zeros.sum()
+
+    def measure(self, chunk: Chunk) -> Refutation | None:
+        if self.store is not None:
+            self.store.begin(chunk.index, chunk.first)
+        if self.wants(CURVATURE):
+            count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
+            if count > self.settings.max_directions:
+                return Refutation(directions=count)
+        for kinds, columns, sign in self._directions(chunk):
+            names = frozenset(self.wants(kinds))
+            live = live_uses(chunk.uses, chunk.plan, names)
+            arrived = backward(chunk.outputs, live, chunk.plan, columns)
+            with torch.no_grad():
+                for name, term in self.terms(chunk, live, arrived, names):
+                    self._add(name, term, sign, kinds)
+            written = self.written_out(chunk.plan, kinds)
+            for rows, name, term in self.generic_terms(chunk, columns, written):
+                self._add(name, term, None if sign is None else sign[:, rows], kinds)
+        return None
+
+    def _directions(self, chunk: Chunk) -> Iterator[Directions]:
         """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
-        if self._wants(FISHER):
-            at = outputs.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.loss.total(at, chunk.targets), at)
-            yield FISHER, gradient.unsqueeze(0), None
-        if not self._wants(CURVATURE):
+        outputs, plan = chunk.outputs, chunk.plan
+        if self.wants(FISHER):
+            yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
+        if not self.wants(CURVATURE):
             return
-        sides = factor(self.loss, outputs, chunk, sketched=self.seed is not None)
-        if self.seed is not None:
-            yield CURVATURE, *sides.sketch(sketch_noise(self.seed, outputs.detach(), index, first))
-            return
+        sides = factor(self.loss, outputs, chunk.batch, sketched=False)
         width = outputs.element_size() * len(outputs)
-        share = self._budget() // 2
+        share = self.budget() // 2
         group = max(1, share // max(1, width * (plan.delta_entries + outputs[0].numel())))
-        names = self._written_out(plan, CURVATURE)
+        names = self.written_out(plan, CURVATURE)
         written = sum(self.risk.parameters[name].numel() for name in names)
         group = min(group, max(1, share // max(1, outputs.element_size() * written)))
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
-    def _square(
-        self,
-        chunk: Batch,
-        outputs: Tensor,
-        uses: Sequence[Use],
-        plan: Plan,
-        directions: Directions,
-    ) -> None:
-        """Send directions backwards and add what they become at the parameters, squared."""
-        kinds, columns, sign = directions
-        names = frozenset(self._wants(kinds))
-        live = live_uses(uses, plan, names)
-        arrived = backward(outputs, live, plan, columns)
-        with torch.no_grad():
-            terms: dict[str, list[Term]] = {}
-            reached = [use for use, each in zip(live, arrived, strict=True) if each is not None]
-            calls = Counter(name for use in reached for name in use.names.values())
-            for k, use in enumerate(live):
-                # What was kept is let go of as soon as it is squared.
-                each, arrived[k] = arrived[k], None
-                if each is None:
-                    continue
-                rows = Rows(chunk.size, sample_dim(use, plan))
-                for name, term in use.terms(each, rows):
-                    if name in names and name in plan.dims:
-                        terms.setdefault(name, []).append(term)
-                        if len(terms[name]) == calls[name]:
-                            self._add(name, combine(terms.pop(name)), sign, kinds)
-                del each
-            for name, parts in terms.items():
-                self._add(name, combine(parts), sign, kinds)
-        self._generic_terms(chunk, plan, directions)
-
-    def _written_out(self, plan: Plan, kinds: frozenset[Kind]) -> list[str]:
-        """The parameters that go the per-sample way."""
-        return [name for name in self._wants(kinds) if plan.rules[name] == GENERIC]
-
-    def _generic_terms(self, chunk: Batch, plan: Plan, directions: Directions) -> None:
-        kinds, columns, sign = directions
-        names = self._written_out(plan, kinds)
-        if not names:
-            return
-        if self._generic is None or set(self._generic.parameters) != set(names):
-            self._generic = PerSample(self.risk, names)
-        for rows, gradients in self._generic.gradients(chunk, columns):
-            part = None if sign is None else sign[:, rows]
-            for name, gradient in gradients.items():
-                self._add(name, Explicit(gradient), part, kinds)
-
     def _add(self, name: str, term: Term, sign: Tensor | None, kinds: frozenset[Kind]) -> None:
         wanted, weight = self.requests[name] & kinds, self.weights.get(name)
+        if self.store is not None:
+            self.store.add(name, term, sign)
         for kind, value in reduce(term, wanted, weight, sign):
             key = kind, name
-            waiting = self._pending.get(key)
-            self._pending[key] = value if waiting is None else waiting.double().add_(value)
+            waiting = self.pending.get(key)
+            self.pending[key] = value if waiting is None else waiting.double().add_(value)
 
 
 def _as_probed(plan: Plan, outputs: Tensor) -> bool:
