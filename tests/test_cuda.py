@@ -62,6 +62,26 @@ def test_data_on_the_cpu_follow_the_model() -> None:
     agrees(sf.trace(on_gpu(case, torch.float64), case.data()), oracle.blocks(oracle.hessian))
 
 
+@pytest.mark.parametrize("name", ["mlp", "residual", "mlp Tanh"])
+def test_spectra_and_operators(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    model, data = on_gpu(case, torch.float64), moved(case.data())
+    matrix = case.dense().hessian
+    want = torch.linalg.eigvalsh(matrix).flip(0)
+    found = sf.eigenvalues(model, data, k=3, tol=1e-8)
+    assert found.values == pytest.approx(want[:3].tolist(), rel=1e-8)
+    assert {v.device.type for v in found[0].vector.values()} == {"cuda"}
+    v = torch.ones(len(matrix), dtype=torch.float64)
+    for vector in (v, v.cuda()):
+        image = sf.hessian(model, data) @ vector
+        assert image.device == vector.device
+        torch.testing.assert_close(image.cpu(), matrix @ v, rtol=1e-8, atol=1e-10)
+    mean, error = sf.density(model, data, probes=20).moment(1)
+    assert abs(mean - float(matrix.trace()) / len(matrix)) < 4 * error
+    kappas = [sf.measure(m, data, measures=["kappa"])["kappa"] for m in (model, case.model())]
+    assert kappas[0].value == pytest.approx(kappas[1].value, rel=1e-6)
+
+
 def test_random_state_of_the_device() -> None:
     case = CASES[0]
     before = torch.cuda.get_rng_state()

@@ -107,7 +107,8 @@ def applicable(
     model: nn.Module, data: tuple[Tensor, Tensor], names: list[str], **options: str
 ) -> dict[str, sf.Measurement]:
     try:
-        return dict(sf.measure(model, data, measures=names, **options))
+        measures = [MEASURES[name]().for_comparison() for name in names]
+        return dict(sf.measure(model, data, measures=measures, **options))
     except NotApplicable:
         if len(names) == 1:
             return {}

@@ -1,55 +1,349 @@
-"""The largest eigenvalue, through SciPy's Lanczos method on products."""
+"""Eigenvalues and spectral densities from products alone, by Lanczos iteration.
+
+The iterations are generators: they yield a flat unit vector, are sent its image, and return what
+they found. Whoever drives one decides how the products are made; many can advance together.
+
+They are our own rather than ARPACK's, which looks for convergence only when its basis is full: a
+coarse answer then costs what a fine one does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, final
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
-from saltflat.errors import InvalidValue, SaltflatError
+from saltflat.checks import check_number
+from saltflat.curvature.contractions import Layout, Lookup, Term
+from saltflat.errors import SaltflatError
 
 Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Flat = Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
+Iteration = Generator[Tensor, Tensor, Result]
+Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
+
+Quadrature = tuple[Tensor, Tensor]  # nodes and weights
+
+# Vectors of a basis: as many as fit into these bytes, but not fewer or more than so many.
+_BASIS_BYTES = 1 << 28
+_FEWEST, _MOST = 20, 100
+# Restarts with a full basis before it is given up.
+_RESTARTS = 1000
+# Vectors in a row with which an answer is good, before it is believed.
+_LOOKS = 2
+# A remainder below this share of the matrix's norm is rounding.
+_NOTHING = 1e-13
 
 
-def largest(
-    product: Product, parameters: Mapping[str, Tensor], tol: float, seed: int
-) -> tuple[float, float, dict[str, Tensor]]:
-    """(eigenvalue, residual norm, unit eigenvector) of the largest algebraic eigenvalue."""
-    if tol < 0:
-        raise InvalidValue(f"tol must not be negative. Got {tol}.")
-    sizes = [p.numel() for p in parameters.values()]
-    size = sum(sizes)
+@final
+class Coordinates:
+    """Mappings of tensors as flat vectors in float64, on the device of the first tensor."""
 
-    def split(flat: np.ndarray) -> dict[str, Tensor]:
-        parts = torch.from_numpy(np.ascontiguousarray(flat.reshape(-1))).split(sizes)
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        self.like = dict(like)
+        self.sizes = [p.numel() for p in like.values()]
+        self.size = sum(self.sizes)
+        self.device = next(iter(like.values())).device
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split(self.sizes)
         return {
             name: part.reshape(p.shape).to(p.device)
-            for part, (name, p) in zip(parts, parameters.items(), strict=True)
+            for part, (name, p) in zip(parts, self.like.items(), strict=True)
         }
 
-    def apply(flat: np.ndarray) -> np.ndarray:
-        image = product(split(flat))
-        joined = torch.cat([image[name].flatten().cpu() for name in parameters])
-        return joined.double().numpy()
+    def join(self, vector: Mapping[str, Tensor]) -> Tensor:
+        parts = (vector[name].reshape(-1).to(self.device, torch.float64) for name in self.like)
+        return torch.cat(list(parts))
 
-    if size == 1:
-        vector = np.ones(1)
-        value = float(apply(vector)[0])
-        return value, 0.0, split(vector)
-    start = np.random.default_rng(seed).standard_normal(size)
-    start /= np.linalg.norm(start)
-    if not apply(start).any():  # no random vector is in the kernel of anything but zero
-        return 0.0, 0.0, split(start)
-    operator = LinearOperator((size, size), matvec=apply, dtype=np.float64)
+    def flat(self, product: Product) -> Flat:
+        return lambda vector: self.join(product(self.split(vector)))
+
+
+@final
+@dataclass(frozen=True)
+class _Pairs:
+    """Eigenvalues from the largest on, with unit eigenvectors in rows."""
+
+    values: Tensor
+    vectors: Tensor
+
+
+@final
+class Directions:
+    """Random unit vectors, the same ones for the same seed on every device."""
+
+    def __init__(self, size: int, seed: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, *beside: Tensor) -> Tensor:
+        """One at right angles to the rows of some matrices."""
+        vector = torch.randn(self.size, generator=self._generator, dtype=torch.float64)
+        vector = vector.to(self.device)
+        for _ in range(2):
+            for rows in beside:
+                vector -= rows.T @ (rows @ vector)
+            vector /= vector.norm()
+        return vector
+
+
+@final
+class _Krylov:
+    """An orthonormal basis V (in rows) that grows by images, and the small matrix V H Vᵀ.
+
+    Every new vector is orthogonalised against all others, twice: H Vᵀ = Vᵀ T + r eᵀ with e the
+    last unit vector, so that ‖r‖ times an eigenvector's last entry is its residual norm.
+    """
+
+    def __init__(self, capacity: int, start: Tensor, beside: Tensor | None = None) -> None:
+        self.rows = start.new_empty(capacity, len(start))
+        self.beside = start.new_empty(0, len(start)) if beside is None else beside
+        self.small = torch.zeros(capacity, capacity, dtype=torch.float64)
+        self.next, self.count, self.norm = start, 0, 0.0
+
+    def add(self, image: Tensor) -> None:
+        """Enter the vector `next`, whose image this is; the remainder is the one after it."""
+        self.rows[self.count] = self.next
+        self.count += 1
+        basis, rest = self.rows[: self.count], image.clone()
+        heights = torch.zeros_like(rest[: self.count])
+        for _ in range(2):
+            rest -= self.beside.T @ (self.beside @ rest)
+            part = basis @ rest
+            rest -= basis.T @ part
+            heights += part
+        column = heights.cpu()
+        self.small[self.count - 1, : self.count] = column
+        self.small[: self.count, self.count - 1] = column
+        self.norm = float(rest.norm())
+        self.next = rest / self.norm if self.norm else rest
+
+    @property
+    def closed(self) -> bool:
+        """Whether the basis spans its own images: nothing remains but rounding."""
+        scale = float(self.small[: self.count, : self.count].abs().max())
+        return self.norm <= _NOTHING * scale
+
+    def ritz(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of the small matrix, largest first, and eigenvectors in columns."""
+        values, vectors = torch.linalg.eigh(self.small[: self.count, : self.count])
+        return values.flip(0), vectors.flip(1)
+
+    def lift(self, vectors: Tensor) -> Tensor:
+        return vectors.T.to(self.rows) @ self.rows[: self.count]
+
+    def compress(self, keep: int) -> None:
+        """Go on with the best vectors alone (thick restart)."""
+        values, vectors = self.ritz()
+        self.rows[:keep] = self.lift(vectors[:, :keep])
+        self.small.zero_()
+        self.small[:keep, :keep] = values[:keep].diag()
+        self.count = keep
+
+
+def capacity(size: int, k: int) -> int:
+    """How many vectors a basis for k eigenvectors holds."""
+    fitting = min(max(_BASIS_BYTES // (8 * size), _FEWEST), _MOST)
+    return min(size, max(fitting, 2 * k + 2))
+
+
+def _largest(
+    directions: Directions,
+    k: int,
+    tol: float,
+    beside: Tensor | None = None,
+    ceiling: float = float("-inf"),
+) -> Iteration[_Pairs]:
+    """The k largest at right angles to `beside`; or less exactly, if they are below `ceiling`."""
+    start = directions.draw(*(() if beside is None else (beside,)))
+    room = directions.size - (0 if beside is None else len(beside))
+    basis = _Krylov(min(capacity(directions.size, k), room), start, beside)
+    # Small residuals may belong to lower eigenvalues as long as the top one is hardly in the
+    # basis: they grow again when it comes in. So a few vectors and one look are not enough.
+    least, most, settled = 2 * k + 2, len(basis.rows), 0
+    for _ in range(_RESTARTS):
+        while basis.count < most:
+            basis.add((yield basis.next))
+            values, vectors = basis.ritz()
+            bounds = basis.norm * vectors[-1].abs()
+            below = float(values[0] + bounds[0]) < ceiling
+            good = basis.count >= least and (below or _converged(values, bounds, k, tol))
+            settled = settled + 1 if good else 0
+            if basis.count == room or settled == _LOOKS:
+                return _Pairs(values[:k], basis.lift(vectors[:, :k]))
+            if basis.closed:
+                # Copies of an eigenvalue are in other such spaces.
+                basis.next = directions.draw(basis.rows[: basis.count], basis.beside)
+        basis.compress(k + (most - k) // 2)
+    raise SaltflatError(
+        f"The {k} largest eigenvalues did not converge to tol={tol:g}. Pass a larger tol."
+    )
+
+
+def _converged(values: Tensor, bounds: Tensor, k: int, tol: float) -> bool:
+    rounding = _NOTHING * values.abs().max()
+    return bool((bounds[:k] <= (tol * values[:k].abs()).clamp(min=rounding)).all())
+
+
+def iterate(directions: Directions, k: int, tol: float) -> Iteration[tuple[_Pairs, list[float]]]:
+    """The k largest eigenpairs, copies of a multiple eigenvalue among them, and ‖Hv − λv‖.
+
+    A Krylov space holds one vector of every eigenspace. So the rest of the space is searched for
+    a larger eigenvalue than the least of those found, until there is none.
+    """
+    found = yield from _largest(directions, k, tol)
+    while 1 < k < directions.size:
+        least = float(found.values[-1])
+        other = yield from _largest(directions, 1, tol, found.vectors, least)
+        if float(other.values) <= least + tol * abs(least):
+            break
+        values, order = torch.cat([found.values, other.values]).sort(descending=True)
+        vectors = torch.cat([found.vectors, other.vectors])
+        found = _Pairs(values[:k], vectors[order[:k].to(vectors.device)])
+    residuals = []
+    for value, vector in zip(found.values.tolist(), found.vectors, strict=True):
+        image = yield vector
+        residuals.append(float((image - value * vector).norm()))
+    return found, residuals
+
+
+def drive(iteration: Iteration[Result], apply: Flat) -> Result:
+    """Give an iteration the images that it asks for."""
     try:
-        values, vectors = eigsh(operator, k=1, which="LA", v0=start, tol=tol)
-    except ArpackNoConvergence as error:
-        raise SaltflatError(
-            f"The largest eigenvalue did not converge to tol={tol:g}. Pass a larger tol."
-        ) from error
-    value, vector = float(values[0]), vectors[:, 0]
-    residual = float(np.linalg.norm(apply(vector) - value * vector))
-    return value, residual, split(vector)
+        vector = next(iteration)
+        while True:
+            vector = iteration.send(apply(vector))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
+def eigenpairs(
+    product: Product, space: Coordinates, k: int, tol: float, seed: int
+) -> tuple[Eigenpair, ...]:
+    """The k largest eigenpairs of a symmetric matrix, largest first."""
+    check_number("tol", tol)
+    directions = Directions(space.size, seed, space.device)
+    found, residuals = drive(iterate(directions, k, tol), space.flat(product))
+    vectors = map(space.split, found.vectors)
+    return tuple(zip(found.values.tolist(), residuals, vectors, strict=True))
+
+
+def quadrature(start: Tensor, steps: int) -> Iteration[Quadrature]:
+    """Nodes θ and weights w with Σ w f(θ) = startᵀ f(H) start, for polynomials f below 2·steps."""
+    basis = _Krylov(min(steps, len(start)), start)
+    while basis.count < len(basis.rows):
+        basis.add((yield basis.next))
+        if basis.closed:
+            break
+    values, vectors = basis.ritz()
+    return values, vectors[0].square()
+
+
+def quadratures(
+    product: Product, space: Coordinates, probes: int, steps: int, seed: int
+) -> list[Quadrature]:
+    """Those of random unit vectors, whose mean over all vectors is Tr f(H) / size."""
+    directions, apply = Directions(space.size, seed, space.device), space.flat(product)
+    return [drive(quadrature(directions.draw(), steps), apply) for _ in range(probes)]
+
+
+class StoreFull(Exception):
+    """The gradients of all samples do not fit into memory."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Gradients G_r in rows, and signs: v ↦ Σ_r s_r G_r ⟨G_r, v⟩."""
+
+    rows: Tensor  # (directions · samples, entries)
+    sign: Tensor | None
+
+    def __call__(self, v: Tensor) -> Tensor:
+        inner = self.rows @ v.to(self.rows).reshape(-1)
+        if self.sign is not None:
+            inner = inner * self.sign.reshape(-1)
+        return (self.rows.mT @ inner).reshape(v.shape)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Factored:
+    """The same of gradients Σ_t l_t r_tᵀ: `left` is (D, n, g, a, T), `right` (n, g, b, T)."""
+
+    left: Tensor
+    right: Tensor
+    layout: Layout
+    sign: Tensor | None
+
+    def __call__(self, v: Tensor) -> Tensor:
+        outputs = self.layout.factored(v.to(self.right)) @ self.right
+        inner = torch.einsum("dngat,ngat->dn", self.left, outputs)
+        if self.sign is not None:
+            inner = inner * self.sign
+        pulled = torch.einsum("dn,dngat->ngat", inner, self.left)
+        return self.layout.assemble(torch.einsum("ngat,ngbt->gab", pulled, self.right))
+
+
+@final
+class Gradients:
+    """The gradients of all samples and directions, in the smaller form, up to so many bytes.
+
+    With C = Σ G Gᵀ over them, a product with a block of C takes no pass over the network.
+    `unserved` are parameters whose gradients are not kept: rows of a table, mostly zeros.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._chunks: dict[tuple[int, int], list[tuple[str, _Matrix | _Factored]]] = {}
+        self._bytes: dict[tuple[int, int], int] = {}
+        self.unserved: set[str] = set()
+
+    def begin(self, index: int, first: int) -> None:
+        self._place = index, first
+        self._chunks[self._place], self._bytes[self._place] = [], 0
+
+    def add(self, name: str, term: Term, sign: Tensor | None) -> None:
+        if isinstance(term, Lookup):
+            self.unserved.add(name)
+        else:
+            self._chunks[self._place].append((name, self._kept(term, sign)))
+
+    def _kept(self, term: Term, sign: Tensor | None) -> _Matrix | _Factored:
+        outer = term.outer()
+        if outer is not None:
+            left, right = outer.left, outer.right.detach()
+            count, (n, groups, a, positions), b = len(left), left[0].shape, right.shape[2]
+            factored, written = positions * (count * a + b), count * a * b
+            self._reserve(n * groups * min(factored, written) * right.element_size())
+            if factored <= written:
+                stacked = left if isinstance(left, Tensor) else torch.stack(list(left))
+                return _Factored(stacked.detach(), right, outer.layout, sign)
+        gradient = term.gradient().detach()
+        rows = gradient.reshape(gradient.shape[:2].numel(), -1)
+        if outer is None:
+            self._reserve(rows.numel() * rows.element_size())
+        return _Matrix(rows, sign)
+
+    def _reserve(self, size: int) -> None:
+        self._bytes[self._place] += size
+        if sum(self._bytes.values()) > self._budget:
+            raise StoreFull
+
+    def product(self, name: str, scale: float) -> Product:
+        """With one parameter's block of C / scale."""
+        parts = [part for each in self._chunks.values() for n, part in each if n == name]
+
+        def apply(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            total = torch.zeros_like(vector[name], dtype=torch.float64)
+            for part in parts:
+                total += part(vector[name])
+            return {name: total / scale}
+
+        return apply

@@ -11,10 +11,11 @@ from saltflat.measures.bn_sharpness import BNSharpness
 from saltflat.measures.fisher_rao_norm import FisherRaoNorm
 from saltflat.measures.hessian import HessianMaxEigenvalue, HessianTrace
 from saltflat.measures.minimum_sharpness import MinimumSharpness, NeuronwiseMinimumSharpness
-from saltflat.measures.normalized_recipe import DirectObjective, PaperRecipe
 from saltflat.measures.normalized_sharpness import (
+    DirectObjective,
     MatrixNormalizedSharpness,
     NormalizedSharpness,
+    PaperRecipe,
     balance_layer,
 )
 from saltflat.measures.relative_flatness import Kappa, KappaTrace, RelativeFlatness, Rho

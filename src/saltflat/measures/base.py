@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Self, final
 
 from saltflat.curvature import Curvature, Kind, Layer, Quantity
 from saltflat.errors import NotApplicable, SaltflatError
@@ -14,6 +14,9 @@ from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
 from saltflat.symmetries import Group, symmetries
+
+# The tolerance of eigenvalues that are to be told from moved ones.
+COMPARED = 1e-6
 
 # A kind of curvature, or "passes": further passes over the data with other parameters.
 Need = Kind | Literal["passes"]
@@ -106,6 +109,10 @@ class Measure(ABC):
     def required(self) -> frozenset[Need]:
         """What these settings need; by default `needs`."""
         return self.needs
+
+    def for_comparison(self) -> Self:
+        """The same, as exact as it takes to see whether it moves with a rescaling."""
+        return self
 
     def measurement(self, **fields: Any) -> Measurement:
         """A measurement of this measure with its name, settings and invariance filled in."""
