@@ -58,5 +58,7 @@ def uncertain(result: Trace | Diagonal, name: str, block: Tensor) -> None:
     detail = result.details[name]
     assert not detail.exact
     off_diagonal = float((block - block.diagonal().diag()).abs().max())
-    if off_diagonal > 1e-12:  # random signs estimate a diagonal matrix without any error
+    # Random signs estimate a diagonal matrix without any error; and where the signs belong to
+    # operations, what is diagonal there (a bias before a tanh).
+    if off_diagonal > 1e-12 and detail.rule == "probes":
         assert float(float64(detail.stderr).max()) > 0, name

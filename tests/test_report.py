@@ -76,7 +76,7 @@ def test_unknown_measures_are_refused_with_the_nearest() -> None:
         measured(seed=1.5)
     with pytest.raises(sf.InvalidType, match="seed must be an integer"):
         measured(seed=True)
-    with pytest.raises(sf.InvalidType, match=r"estimates by Hutchinson.*Got str"):
+    with pytest.raises(sf.InvalidType, match=r"estimator must be .*Got str"):
         measured(estimator="hutchinson")
     with pytest.raises(sf.InvalidValue, match="curvature must be"):
         measured(curvature="fisher")

@@ -1,7 +1,20 @@
 """saltflat: scale-invariant sharpness for PyTorch."""
 
 from saltflat.audit import Audit, Tolerances, audit
-from saltflat.curvature import Hutchinson, diagonal, max_eigenvalue, piecewise_linear, trace
+from saltflat.curvature import (
+    ActivationProbes,
+    Hutchinson,
+    Operator,
+    PropagatedCurvature,
+    density,
+    diagonal,
+    eigenvalues,
+    ggn,
+    hessian,
+    max_eigenvalue,
+    piecewise_linear,
+    trace,
+)
 from saltflat.errors import (
     ChangedData,
     CriterionError,
@@ -21,7 +34,7 @@ from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
 from saltflat.moved import advice
 from saltflat.report import Comparison, Report
-from saltflat.result import Certificate, Detail, Diagonal, Eigenvalue, Trace
+from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
     FAM,
@@ -37,6 +50,7 @@ from saltflat.version import __version__
 __all__ = [
     "FAM",
     "SAM",
+    "ActivationProbes",
     "Audit",
     "BNSharpnessSGD",
     "Budget",
@@ -45,9 +59,11 @@ __all__ = [
     "Comparison",
     "CriterionError",
     "DataError",
+    "Density",
     "Detail",
     "Diagonal",
     "Eigenvalue",
+    "Eigenvalues",
     "EntropySGD",
     "ForwardError",
     "Group",
@@ -62,6 +78,8 @@ __all__ = [
     "NegativeCurvature",
     "NoSecondDerivative",
     "NotApplicable",
+    "Operator",
+    "PropagatedCurvature",
     "Report",
     "SaltflatError",
     "SharpnessPenalty",
@@ -70,7 +88,11 @@ __all__ = [
     "__version__",
     "audit",
     "compare",
+    "density",
     "diagonal",
+    "eigenvalues",
+    "ggn",
+    "hessian",
     "max_eigenvalue",
     "measure",
     "piecewise_linear",

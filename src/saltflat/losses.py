@@ -141,8 +141,14 @@ class CrossEntropy(Loss):
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits, targets = self.class_last(outputs, targets)
-        a = self._weights(logits.detach(), targets)[0].to(logits.dtype)
-        return -(a * logits.log_softmax(-1)).sum()
+        if targets.is_floating_point() or self.label_smoothing:
+            a = self._weights(logits.detach(), targets)[0].to(logits.dtype)
+            return -(a * logits.log_softmax(-1)).sum()
+        kept = targets != self.ignore_index
+        at = targets.where(kept, 0)
+        share = kept if self.weight is None else kept * self.weight.to(logits.device)[at]
+        picked = logits.log_softmax(-1).gather(-1, at.unsqueeze(-1)).squeeze(-1)
+        return -(picked * share.to(logits.dtype)).sum()
 
     def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
         if targets.is_floating_point():

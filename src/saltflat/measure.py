@@ -17,9 +17,10 @@ from saltflat.curvature import (
     FISHER,
     Certify,
     Curvature,
-    Hutchinson,
+    Estimator,
     Kind,
     MatrixName,
+    check_estimator,
     checked_settings,
     derivatives_explained,
 )
@@ -53,7 +54,8 @@ def measure(
     on_error: OnError | None = None,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
-    estimator: Hutchinson | None = None,
+    estimator: Estimator | None = None,
+    tolerance: float = 0.05,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -74,7 +76,7 @@ def measure(
         "raise" its error, or "skip" it, which the report lists with the reason (`skipped`). By
         default those that were named raise, and of all measures the others are skipped. What is
         wrong with the model, the data or the loss as a whole is an error all the same.
-    estimator : `Hutchinson(…)`, for what cannot be had exactly.
+    estimator, tolerance : for what cannot be had exactly, as in `trace`.
     seed : of the searches and estimates.
     progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
     Other arguments as in `trace`.
@@ -91,11 +93,12 @@ def measure(
     selection = measure_objects(measures)
     on_error = on_error or ("skip" if measures is None else "raise")
     check_choice("on_error", on_error, get_args(OnError))
-    settings = checked_settings(max_directions, memory_budget, certify)
-    strategy = estimator_of(estimator, seed)
+    settings = checked_settings(max_directions, memory_budget, certify, tolerance)
+    check_estimator(estimator)
+    check_seed(seed)
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     risk.watched.on = True
-    engine = Curvature(risk, curvature, strategy, settings, seed)
+    engine = Curvature(risk, curvature, estimator, settings, seed)
     with reporting(progress) as step, risk.session(), derivatives_explained():
         report = _measured(selection, engine, on_error, step)
     for warning in engine.warnings:
@@ -238,19 +241,6 @@ def _wrong(each: object) -> str:
     if isinstance(each, type):
         return f"the class {each.__name__}; pass {each.__name__}()"
     return type(each).__name__
-
-
-def estimator_of(estimator: Hutchinson | None, seed: int) -> Hutchinson:
-    """The strategy for what is estimated."""
-    check_seed(seed)
-    if estimator is None:
-        return Hutchinson(seed=seed)
-    if not isinstance(estimator, Hutchinson):
-        raise InvalidType(
-            "measure estimates by Hutchinson(…), which serves every quantity from the same "
-            f"products. Got {type(estimator).__name__}."
-        )
-    return estimator
 
 
 def _notes(risk: Risk) -> list[str]:

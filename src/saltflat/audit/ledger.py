@@ -24,7 +24,7 @@ from saltflat.audit.result import (
     Tolerances,
     judge,
 )
-from saltflat.curvature import Curvature, Hutchinson, MatrixName, Settings
+from saltflat.curvature import Curvature, Estimator, MatrixName, Settings
 from saltflat.errors import InvalidType
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
@@ -53,7 +53,7 @@ class Panel:
     functions: Mapping[str, Function]
     group: Group
     curvature: MatrixName
-    estimator: Hutchinson
+    estimator: Estimator | None
     settings: Settings
     unpack: Unpack | None
     output: Output | None

@@ -13,11 +13,11 @@ from torch import nn
 from saltflat.audit.elements import Family, families, trials
 from saltflat.audit.ledger import Function, Ledger, Panel
 from saltflat.audit.result import Audit, Tolerances
-from saltflat.checks import check_integer
-from saltflat.curvature import Hutchinson, MatrixName, checked_settings
+from saltflat.checks import check_integer, check_seed
+from saltflat.curvature import Estimator, MatrixName, check_estimator, checked_settings
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
-from saltflat.measure import estimator_of, measure_objects
+from saltflat.measure import measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import MEASURES, Measure
 from saltflat.printing import Callback, reporting
@@ -40,7 +40,8 @@ def audit(
     tolerances: Tolerances | None = None,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
-    estimator: Hutchinson | None = None,
+    estimator: Estimator | None = None,
+    tolerance: float = 0.05,
     max_directions: int = 1000,
     memory_budget: int | None = None,
     example: Any = None,
@@ -64,7 +65,7 @@ def audit(
     model, data, loss, measures : as in `measure`. By default all measures but those that search
         for a supremum (`bn_sharpness`, `delta_sharpness`, `sam_sharpness`, `adaptive_sharpness`),
         which take many passes over the data for every rescaling: name them to have them audited.
-        An empty list leaves the functions alone.
+        An empty list leaves the functions alone. Eigenvalues are found to `tol=1e-6` or less.
     functions : a user's own measures by name, `f(model, data) -> float`. Each gets a copy of the
         model in float64 and evaluation mode, and the data in float64.
     elements : how many random rescalings of each kind. To them come the first one at smaller
@@ -89,7 +90,9 @@ def audit(
     """
     panel_measures = _measures(measures, functions or {})
     _check(elements, spread)
-    settings = checked_settings(max_directions, memory_budget, "proof")
+    settings = checked_settings(max_directions, memory_budget, "proof", tolerance)
+    check_estimator(estimator)
+    check_seed(seed)
     with reporting(progress) as step:
         step("symmetries", 0, 1)
         wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
@@ -100,7 +103,7 @@ def audit(
             functions=functions or {},
             group=symmetries(wide, inputs, output=output, parameters="trainable"),
             curvature=curvature,
-            estimator=estimator_of(estimator, seed),
+            estimator=estimator,
             settings=settings,
             unpack=unpack,
             output=output,
@@ -141,7 +144,7 @@ def _measures(
         measures = list(measures)
         if not measures and functions:
             return []
-    known = measure_objects(measures)
+    known = [measure.for_comparison() for measure in measure_objects(measures)]
     for measure in known:
         if measure.name in functions:
             raise InvalidValue(f"{measure.name!r} is a measure; give the function another name.")

@@ -1,23 +1,28 @@
-"""`trace`, `diagonal` and `max_eigenvalue`: the engine's front door."""
+"""The engine's front door: traces, diagonals, spectra, and the matrices as operators."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, final, get_args
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
+from saltflat.checks import check_integer, check_number, check_seed
 from saltflat.curvature.curvature import Curvature, Findings
-from saltflat.curvature.estimators import Hutchinson
+from saltflat.curvature.estimators import Estimator, check_estimator
 from saltflat.curvature.loss_hessian import derivatives_explained
 from saltflat.curvature.plan import Certify, Settings
 from saltflat.curvature.products import MatrixName
+from saltflat.curvature.spectrum import Coordinates
 from saltflat.curvature.sweep import Kind
-from saltflat.errors import InvalidType, InvalidValue
+from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import LossLike
-from saltflat.result import Diagonal, Eigenvalue, Trace, Value
+from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
 
 
@@ -28,7 +33,9 @@ def trace(
     *,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
-    estimator: Hutchinson | None = None,
+    estimator: Estimator | None = None,
+    tolerance: float = 0.05,
+    seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -48,7 +55,13 @@ def trace(
         twice differentiable callable of outputs and targets, and of nothing else that is measured.
     curvature : "hessian" or "ggn".
     parameters : "trainable", "all" (frozen ones too) or a list of names.
-    estimator : `Hutchinson(probes, seed)`, for what cannot be had exactly.
+    estimator : for what cannot be had exactly: `PropagatedCurvature(draws, seed)`,
+        `ActivationProbes(draws, seed)` or `Hutchinson(probes, seed)`. By default that of the first
+        two with the smaller variance in a pilot, and as many draws as `tolerance` takes.
+    tolerance : of an estimated block the standard error is to be at most this share of its trace
+        (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
+        the network. Draws end before that if they have cost 100 gradients.
+    seed : of the default estimator's noise.
     certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
         also takes what seems so on a few samples, which is then not called exact and has no
         standard error; "none" takes nothing, so that every block of the Hessian is estimated.
@@ -69,8 +82,8 @@ def trace(
     (True, 'linear')
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
-    settings = checked_settings(max_directions, memory_budget, certify)
-    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, float))
+    settings = checked_settings(max_directions, memory_budget, certify, tolerance)
+    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, seed, float))
 
 
 def diagonal(
@@ -80,7 +93,9 @@ def diagonal(
     *,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
-    estimator: Hutchinson | None = None,
+    estimator: Estimator | None = None,
+    tolerance: float = 0.05,
+    seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -100,8 +115,77 @@ def diagonal(
     tensor([[1., 1.]], dtype=torch.float64)
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
-    settings = checked_settings(max_directions, memory_budget, certify)
-    return Diagonal(**_blocks(risk, "diagonal", curvature, estimator, settings, Tensor.cpu))
+    settings = checked_settings(max_directions, memory_budget, certify, tolerance)
+    return Diagonal(**_blocks(risk, "diagonal", curvature, estimator, settings, seed, Tensor.cpu))
+
+
+def eigenvalues(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    *,
+    k: int = 5,
+    block: str | None = None,
+    curvature: MatrixName = "hessian",
+    parameters: str | Iterable[str] = "trainable",
+    tol: float = 1e-3,
+    seed: int = 0,
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Eigenvalues:
+    """The k (algebraically) largest eigenvalues of the whole Hessian, or of one parameter's block.
+
+    Found by Lanczos iteration on products with the matrix, copies of a multiple eigenvalue among
+    them. Each comes with its unit eigenvector and with the residual norm ‖Hv − λv‖, which bounds
+    the distance from λ to an eigenvalue. No iteration on products can prove that it missed none.
+
+    Parameters
+    ----------
+    k : how many.
+    block : the name of a parameter, for the eigenvalues of its block alone.
+    tol : residual norms are at most this part of their eigenvalues, but for rounding. The error of
+        an eigenvalue is about the square of it where no other eigenvalue is close.
+    seed : of the random vector that the iteration starts from.
+    Other arguments as in `trace`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> x, y = torch.randn(8, 3), torch.arange(8) % 2
+    >>> found = sf.eigenvalues(model, (x, y), k=2, tol=1e-4)
+    >>> [round(value, 3) for value in found.values]
+    [0.572, 0.353]
+    >>> all(pair.residual < 1e-4 * pair.value for pair in found)
+    True
+    >>> list(sf.eigenvalues(model, (x, y), k=1, block="2.weight")[0].vector)
+    ['2.weight']
+    """
+    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    names = _block(risk, block)
+    size = sum(risk.parameters[name].numel() for name in names)
+    if check_integer("k", k) > size:
+        raise InvalidValue(f"k must be at most {size}, the size of the matrix. Got {k}.")
+    settings = checked_settings(1000, memory_budget, "proof")
+    whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
+    with risk.session(), derivatives_explained():
+        pairs = whole.eigenpairs(names, k, tol)
+    return Eigenvalues(tuple(Eigenvalue(*pair, curvature) for pair in pairs), curvature, block)
+
+
+def _block(risk: Risk, block: str | None) -> list[str]:
+    """The parameters of one block, or all of them."""
+    if block is None:
+        return list(risk.parameters)
+    if block not in risk.parameters:
+        raise InvalidValue(
+            f"block must name a measured parameter. Got {block!r}. "
+            f"{nearest(str(block), risk.parameters)}"
+        )
+    return [block]
 
 
 def max_eigenvalue(
@@ -109,9 +193,10 @@ def max_eigenvalue(
     data: Any,
     loss: LossLike = "cross_entropy",
     *,
+    block: str | None = None,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
-    tol: float = 1e-6,
+    tol: float = 1e-3,
     seed: int = 0,
     memory_budget: int | None = None,
     dtype: torch.dtype | None = None,
@@ -120,8 +205,7 @@ def max_eigenvalue(
 ) -> Eigenvalue:
     """The largest eigenvalue of the whole Hessian, or of the blocks in `parameters` together.
 
-    For one block pass its name: `parameters=["fc.weight"]`. Found by SciPy's `eigsh`; the residual
-    norm ‖Hv − λv‖ bounds the distance to an eigenvalue.
+    It is the first of `eigenvalues`, whose arguments it takes.
 
     Examples
     --------
@@ -130,26 +214,280 @@ def max_eigenvalue(
     >>> round(sf.max_eigenvalue(model, (x, y), "mse").value, 4)
     1.0
     """
+    return eigenvalues(
+        model,
+        data,
+        loss,
+        k=1,
+        block=block,
+        curvature=curvature,
+        parameters=parameters,
+        tol=tol,
+        seed=seed,
+        memory_budget=memory_budget,
+        dtype=dtype,
+        unpack=unpack,
+        output=output,
+    )[0]
+
+
+def density(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    *,
+    block: str | None = None,
+    curvature: MatrixName = "hessian",
+    parameters: str | Iterable[str] = "trainable",
+    probes: int = 10,
+    steps: int = 60,
+    width: float | None = None,
+    seed: int = 0,
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Density:
+    """The density of the eigenvalues of the Hessian, smoothed by a Gaussian kernel, with its error.
+
+    Stochastic Lanczos quadrature (Lin, Saad and Yang 2016; Ghorbani et al. 2019): every probe is a
+    random unit vector, from which `steps` products with the matrix give nodes and weights of its
+    spectrum, orthogonalised in full. The mean over probes is the density, their spread its error.
+
+    It costs probes × steps products, and memory for `steps` vectors in float64.
+
+    Parameters
+    ----------
+    block : the name of a parameter, for the density of its block alone.
+    probes : how many random vectors, at least two.
+    steps : how many products with each. Nodes are exact for polynomials of degree 2·steps − 1.
+    width : of the kernel, its standard deviation. By default the range of the nodes over `steps`:
+        a polynomial of that degree follows such a kernel to a thousandth of its height, so that
+        what is not in the error band is less than that.
+    Other arguments as in `trace`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> data = torch.randn(8, 3), torch.arange(8) % 2
+    >>> density = sf.density(model, data, probes=20)
+    >>> round(float(torch.trapezoid(density.density, density.grid)), 3)
+    1.0
+    >>> mean, error = density.moment(1)
+    >>> abs(mean - sf.trace(model, data).total / density.size) < 4 * error
+    True
+    """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    check_integer("probes", probes, least=2)
+    check_integer("steps", steps, least=2)
+    if width is not None:
+        check_number("width", width, above=True)
+    names = _block(risk, block)
     settings = checked_settings(1000, memory_budget, "proof")
-    whole = Curvature(risk, curvature, settings=settings, seed=seed)
+    whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
     with risk.session(), derivatives_explained():
-        return Eigenvalue(*whole.largest_eigenvalue(list(risk.parameters), tol), curvature)
+        rules = whole.quadratures(names, probes, steps)
+    nodes, weights = zip(*rules, strict=True)
+    reach = float(max(n.max() for n in nodes) - min(n.min() for n in nodes))
+    scale = float(max(n.abs().max() for n in nodes))
+    # All eigenvalues may be the same one.
+    width = width or max(reach, 1e-6 * scale or 1.0) / steps
+    size = sum(risk.parameters[name].numel() for name in names)
+    return Density(nodes, weights, width, size, steps, curvature, block)
+
+
+@final
+class Operator(LinearOperator):  # type: ignore[misc]
+    """The Hessian (or the Gauss–Newton matrix) of a model, as a symmetric linear operator.
+
+    `operator @ v` takes v as a mapping from parameter names to tensors, as a flat vector of all
+    parameters in `named_parameters` order, or as a matrix of such columns; tensors or numpy arrays.
+    The product has the form of v, and of tensors the dtype and the device. It is a SciPy
+    `LinearOperator` too, for `scipy.sparse.linalg.eigsh`, `cg` and the like.
+
+    Every product borrows the model anew and gives it back as it was found, so that it belongs to
+    the parameters that the model has at that time. The columns of a matrix share one such loan.
+
+    Attributes
+    ----------
+    names : the measured parameters, in the order of a flat vector.
+    curvature : "hessian" or "ggn".
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> operator = sf.hessian(model, (x, y), "mse")
+    >>> operator.shape, isinstance(operator, sf.Operator)
+    ((2, 2), True)
+    >>> operator @ {"weight": torch.tensor([[1.0, 2.0]])}
+    {'weight': tensor([[1., 2.]])}
+    """
+
+    def __init__(
+        self, risk: Callable[[], Risk], curvature: MatrixName, memory_budget: int | None
+    ) -> None:
+        self._risk, self.curvature = risk, curvature
+        self._settings = checked_settings(1000, memory_budget, "proof")
+        self.names = tuple(risk().parameters)
+        size = sum(p.numel() for p in risk().parameters.values())
+        super().__init__(np.dtype(np.float64), (size, size))
+
+    def __matmul__(self, v: Any) -> Any:
+        if isinstance(v, Mapping):
+            return self._of_mapping(v)
+        if isinstance(v, Tensor):
+            kind = _kind(v)
+            flat = v.detach().to("cpu", torch.float64).numpy()
+            self._check(flat)
+            return torch.from_numpy(super().__matmul__(flat)).to(v.device, kind)
+        return super().__matmul__(v)
+
+    def _matvec(self, v: np.ndarray) -> np.ndarray:
+        return self._matmat(v.reshape(-1, 1))[:, 0]
+
+    def _matmat(self, v: np.ndarray) -> np.ndarray:
+        if np.iscomplexobj(v):
+            raise InvalidType("Products are with real vectors. Got complex ones.")
+        columns = torch.from_numpy(np.ascontiguousarray(v.T, dtype=np.float64))
+        risk = self._risk()
+        space = Coordinates(risk.parameters)
+        if space.size != self.shape[0]:
+            raise ModelError(
+                f"The model has {space.size} measured parameters, and had {self.shape[0]} when the "
+                "operator was made. Make another one."
+            )
+        images = self._images(risk, [space.split(column) for column in columns])
+        return torch.stack([space.join(image).cpu() for image in images], 1).numpy()
+
+    def _of_mapping(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        risk = self._risk()
+        for name in {**dict.fromkeys(v), **risk.parameters}:
+            if name not in risk.parameters:
+                known = nearest(str(name), risk.parameters)
+                raise InvalidValue(f"The vector has {name!r}, no measured parameter. {known}")
+            wanted, got = risk.parameters[name].shape, v[name].shape if name in v else None
+            if got != wanted:
+                raise InvalidValue(
+                    f"The vector must have {name!r} of shape {tuple(wanted)}. "
+                    f"Got {'nothing' if got is None else tuple(got)}."
+                )
+        kinds = {name: (v[name].device, _kind(v[name])) for name in risk.parameters}
+        (image,) = self._images(risk, [{name: v[name].detach() for name in kinds}])
+        return {name: image[name].to(*kind) for name, kind in kinds.items()}
+
+    def _images(self, risk: Risk, vectors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        with risk.session(), derivatives_explained():
+            return Curvature(risk, self.curvature, settings=self._settings).images(vectors)
+
+    def _check(self, flat: np.ndarray) -> None:
+        size = self.shape[0]
+        if flat.ndim not in (1, 2) or flat.shape[0] != size:
+            raise InvalidValue(
+                f"A vector must have {size} entries, a matrix {size} rows. "
+                f"Got shape {tuple(flat.shape)}."
+            )
+
+    def _adjoint(self) -> Operator:
+        return self
+
+    _transpose = _adjoint
+
+
+def _kind(v: Tensor) -> torch.dtype:
+    """The dtype of products with it."""
+    if v.is_complex():
+        raise InvalidType("Products are with real vectors. Got complex ones.")
+    return v.dtype if v.is_floating_point() else torch.float64
+
+
+def hessian(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    *,
+    parameters: str | Iterable[str] = "trainable",
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Operator:
+    """The Hessian as a linear operator: `sf.hessian(model, data) @ v`, see `Operator`.
+
+    Arguments as in `trace`. For the Gauss–Newton matrix: `ggn`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> from scipy.sparse.linalg import eigsh
+    >>> _ = torch.manual_seed(0)
+    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
+    >>> operator = sf.hessian(model, (x, y))
+    >>> (operator @ torch.ones(8)).shape
+    torch.Size([8])
+    >>> top = eigsh(operator, k=1)[0].item()
+    >>> abs(top - sf.max_eigenvalue(model, (x, y)).value) < 1e-4 * top
+    True
+    """
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    return _operator("hessian", memory_budget, model, data, loss, options)
+
+
+def ggn(
+    model: nn.Module,
+    data: Any,
+    loss: LossLike = "cross_entropy",
+    *,
+    parameters: str | Iterable[str] = "trainable",
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+) -> Operator:
+    """The Gauss–Newton matrix as a linear operator: `sf.ggn(model, data) @ v`, see `Operator`.
+
+    Arguments as in `trace`.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(2, 1, bias=False), torch.eye(2), torch.zeros(2, 1)
+    >>> sf.ggn(model, (x, y), "mse") @ torch.tensor([1.0, 2.0])
+    tensor([1., 2.])
+    """
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    return _operator("ggn", memory_budget, model, data, loss, options)
+
+
+def _operator(
+    curvature: MatrixName,
+    memory_budget: int | None,
+    model: nn.Module,
+    data: Any,
+    loss: LossLike,
+    options: dict[str, Any],
+) -> Operator:
+    if not isinstance(options["parameters"], str):
+        options["parameters"] = list(options["parameters"])
+    return Operator(partial(Risk, model, data, loss, **options), curvature, memory_budget)
 
 
 def _blocks(
     risk: Risk,
     kind: Kind,
     curvature: MatrixName,
-    estimator: Hutchinson | None,
+    estimator: Estimator | None,
     settings: Settings,
+    seed: int,
     cast: Callable[[Tensor], Value],
 ) -> dict[str, Any]:
     """What a result holds."""
-    if estimator is not None and not isinstance(estimator, Hutchinson):
-        raise InvalidType(f"estimator must be Hutchinson(…). Got {type(estimator).__name__}.")
+    check_estimator(estimator)
+    whole = Curvature(risk, curvature, estimator, settings, check_seed(seed))
     with risk.session(), derivatives_explained():
-        findings: Findings = Curvature(risk, curvature, estimator, settings).find(frozenset({kind}))
+        findings: Findings = whole.find(frozenset({kind}))
     for warning in findings.warnings:
         warnings.warn(warning, stacklevel=3)
     quantity = findings.quantities[kind]
@@ -165,11 +503,14 @@ def _blocks(
     }
 
 
-def checked_settings(max_directions: int, memory_budget: int | None, certify: Certify) -> Settings:
+def checked_settings(
+    max_directions: int, memory_budget: int | None, certify: Certify, tolerance: float = 0.05
+) -> Settings:
     if certify not in get_args(Certify):
         raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
     if not isinstance(max_directions, int) or max_directions < 1:
         raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
     if memory_budget is not None and memory_budget < 1:
         raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
-    return Settings(max_directions, memory_budget, certify)
+    check_number("tolerance", tolerance, above=True)
+    return Settings(max_directions, memory_budget, certify, tolerance)

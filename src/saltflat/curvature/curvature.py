@@ -1,8 +1,9 @@
 """The curvature of a risk: which of its blocks go which way, and their results together.
 
 For every parameter the best honest answer is found: exact where the model is proved piecewise
-linear in it (or where the Gauss–Newton matrix is asked for), a sketch with a standard error where
-the outputs have too many directions, and probes with a standard error for the rest.
+linear in it (or where the Gauss–Newton matrix is asked for), and draws with a standard error for
+the rest: with noise of every sample's own where samples can be taken one by one (see `sketch`),
+and by products with random vectors for what that does not serve.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature import spectrum
 from saltflat.curvature.contractions import Weight
 from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
-    Draws,
+    Estimator,
     Hutchinson,
+    OwnNoise,
     Quantity,
     estimate_form,
 )
@@ -39,13 +40,24 @@ from saltflat.curvature.plan import (
 )
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
+from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Tally
+from saltflat.curvature.spectrum import (
+    Coordinates,
+    Eigenpair,
+    Gradients,
+    Product,
+    Quadrature,
+    StoreFull,
+    eigenpairs,
+    quadratures,
+)
 from saltflat.curvature.sweep import (
     CURVATURE,
     EVERY_PARAMETER,
     FISHER,
     FORMS,
+    ExactPass,
     Kind,
-    Pass,
     Requests,
     feature_scale,
     fetched,
@@ -57,6 +69,7 @@ from saltflat.losses import (
     JointLoss,
     Loss,
     describe,
+    divisor,
     leaves,
     own_parameters,
     refuse_parameters,
@@ -66,11 +79,18 @@ from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
 
-Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
 Result = TypeVar("Result")
 
 # Groups of draws that are kept of an estimate, to tell the error of what is made of it.
 _GROUPS = 20
+# The same where the number of draws is ours to choose, as many or a multiple of it.
+_OWN_GROUPS = 16
+_OWN_PROBES = 32
+
+# Directions to be sent backwards for every block that is then spared its products.
+_WORTH = 8
+
+_TRACE: frozenset[Kind] = frozenset({"trace"})
 
 
 @dataclass(slots=True)
@@ -123,21 +143,21 @@ class Curvature:
         self,
         risk: Risk,
         matrix: MatrixName = "hessian",
-        estimator: Hutchinson | None = None,
+        estimator: Estimator | None = None,
         settings: Settings | None = None,
         seed: int = 0,
     ) -> None:
         if matrix not in ("hessian", "ggn"):
             raise InvalidValue(f"curvature must be 'hessian' or 'ggn'. Got {matrix!r}.")
         self.risk, self.matrix, self.seed = risk, matrix, seed
-        self.estimator, self.settings = estimator or Hutchinson(), settings or Settings()
+        self.estimator, self.settings = estimator, settings or Settings()
         self.warnings: list[str] = []
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
         )
         self._first: Findings | None = None  # of the first sweep
-        self._eigenvalues: dict[tuple[tuple[str, ...], float], Eigenpair] = {}
+        self._eigenpairs: dict[tuple[tuple[str, ...], int, float], tuple[Eigenpair, ...]] = {}
 
     def look(self, first: Batch | None = None) -> Plan:
         """Probe the model on the first batch, and the loss where it is a user's own."""
@@ -190,24 +210,79 @@ class Curvature:
 
         Kinds that the model does not have are left out.
         """
-        quantities = self.find(kinds, min(self.estimator.probes, _GROUPS)).quantities
+        given = self.estimator
+        count = given.probes if isinstance(given, Hutchinson) else given and given.draws
+        groups = min(count, _GROUPS) if count else _OWN_GROUPS
+        quantities = self.find(kinds, groups).quantities
         return {kind: quantities[kind] for kind in kinds if kind in quantities}
 
-    def largest_eigenvalue(self, names: Sequence[str], tol: float) -> Eigenpair:
-        """(λ, residual norm, unit eigenvector) of the blocks `names` together."""
-        key = (*names,), tol
-        if key not in self._eigenvalues:
-            like = {name: self.risk.parameters[name] for name in names}
-            self._eigenvalues[key] = self._by_products(
-                names, lambda product: spectrum.largest(product, like, tol, self.seed)
+    def eigenpairs(self, names: Sequence[str], k: int, tol: float) -> tuple[Eigenpair, ...]:
+        """(λ, residual norm, unit eigenvector) of the blocks `names` together, largest first."""
+        key = (*names,), k, tol
+        if key not in self._eigenpairs:
+            space = Coordinates({name: self.risk.parameters[name] for name in names})
+            self._eigenpairs[key] = self._by_products(
+                names, lambda product: eigenpairs(product, space, k, tol, self.seed)
             )
-        return self._eigenvalues[key]
+        return self._eigenpairs[key]
+
+    def block_eigenvalues(self, names: Sequence[str], tol: float) -> dict[str, Eigenpair]:
+        """The largest eigenpair of every block: from one sweep where its gradients fit in memory.
+
+        Then products take no pass over the network. The other blocks go one by one.
+        """
+        unknown = [name for name in names if ((name,), 1, tol) not in self._eigenpairs]
+        for name, product in (self._stored(unknown) if len(unknown) > 1 else {}).items():
+            space = Coordinates({name: self.risk.parameters[name]})
+            self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
+        return {name: self.largest_eigenvalue([name], tol) for name in names}
+
+    def _stored(self, names: Sequence[str]) -> dict[str, Product]:
+        """Products with blocks that are Gauss–Newton ones, from stored gradients; or none."""
+        first = next(self.risk.batches())
+        plan, hessian = self.look(first), self.matrix == "hessian"
+        proved = [n for n in names if not hessian or n not in plan.curved]
+        fit = [name for name in proved if plan.rules[name] != GENERIC]
+        if plan.coupled or not isinstance(self.loss, Loss):
+            return {}
+        like = torch.empty(first.size, *plan.outputs, device="meta")
+        count = direction_count(self.loss, like, first.targets)
+        if not fit or count > min(_WORTH * len(fit), self.settings.max_directions):
+            return {}
+        # As much as for the largest of models: this is no chunk, to stay near a processor's cache.
+        store = Gradients(self.settings.budget(self.risk.device, weights=1 << 40))
+        parts = self.risk, self.loss, dict.fromkeys(fit, _TRACE), self.settings
+        sweep = ExactPass(*parts, weights={}, must_be_linear=hessian, store=store)
+        try:
+            refutation = sweep.run(self.risk.batches(), plan)
+        except StoreFull:
+            return {}
+        scale, served = divisor(self.loss, sweep.normaliser), set(fit) - store.unserved
+        return {} if refutation else {name: store.product(name, scale) for name in served}
+
+    def quadratures(self, names: Sequence[str], probes: int, steps: int) -> list[Quadrature]:
+        """Nodes and weights of the spectrum that random vectors see, of the blocks together."""
+        space = Coordinates({name: self.risk.parameters[name] for name in names})
+        return self._by_products(
+            names, lambda product: quadratures(product, space, probes, steps, self.seed)
+        )
+
+    def images(self, vectors: Iterable[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The products of vectors with the whole matrix, in float64."""
+        given = list(vectors)
+        return self._by_products(
+            list(self.risk.parameters), lambda product: [product(v) for v in given]
+        )
+
+    def largest_eigenvalue(self, names: Sequence[str], tol: float) -> Eigenpair:
+        """The first of them."""
+        return self.eigenpairs(names, 1, tol)[0]
 
     def column_eigenvalues(self, layer: Layer, tol: float) -> Tensor:
         """The largest eigenvalue of the block of each input unit's column; 0 for columns of 0."""
         name, matrix = layer.parameter, layer.matrix
         groups, outputs, inputs, kernel = matrix.grouped(layer.weight).shape
-        like = {name: layer.weight.new_empty(outputs, kernel)}
+        space = Coordinates({name: layer.weight.new_empty(outputs, kernel)})
 
         def of_columns(product: Products) -> Tensor:
             values = torch.zeros(groups * inputs, dtype=torch.float64)
@@ -219,7 +294,7 @@ class Curvature:
                     image = product({name: matrix.ungrouped(whole, layer.weight.shape)})[name]
                     return {name: matrix.grouped(image)[j // inputs, :, j % inputs]}
 
-                values[j] = spectrum.largest(column, like, tol, self.seed)[0]
+                values[j] = eigenpairs(column, space, 1, tol, self.seed)[0][0]
             return values
 
         return self._by_products([name], of_columns)
@@ -268,7 +343,11 @@ class _Search:
     ) -> None:
         self.whole, self.kinds, self.groups, self.plan = curvature, kinds, groups, plan
         self.risk, self.hessian = curvature.risk, curvature.matrix == "hessian"
-        self.estimator, self.settings = curvature.estimator, curvature.settings
+        self.settings, given = curvature.settings, curvature.estimator
+        self.fixed = given if isinstance(given, OwnNoise) else None
+        self.shared_noise = isinstance(given, Hutchinson)
+        self.crowd = 0  # directions a sample, if there are too many
+        self.estimator = _of_products(given, curvature.seed)
         self.findings = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
         self.joint = self._joint()
         linearity = {name: self._linearity(name) for name in self.risk.parameters}
@@ -284,10 +363,12 @@ class _Search:
         fisher = frozenset[Kind]() if self.joint else FISHER
         swept = {n: wanted[n] & (fisher | CURVATURE if n in exact else fisher) for n in names}
         requests = {n: kinds for n, kinds in swept.items() if kinds}
-        rest = [n for n in names if n not in exact and wanted[n] & CURVATURE]
-        refutation = self._exact(requests, stream, first) if requests else None
-        if rest and not refutation:
-            refutation = self._from_products(rest)
+        rest = {n: wanted[n] & CURVATURE for n in names if n not in exact and wanted[n] & CURVATURE}
+        refutation = self._sweep(requests, stream, first) if requests else None
+        if refutation and refutation.directions:
+            refutation = self._crowded(requests, rest, refutation.directions)
+        elif rest and not refutation:
+            refutation = self._estimated(rest)
         if refutation:
             return refutation
         for quantity in findings.quantities.values():
@@ -347,39 +428,31 @@ class _Search:
                 "values have no more digits than that"
             )
 
-    def _exact(
-        self, requests: Requests, stream: Iterable[Batch], first: Batch
-    ) -> Refutation | None:
-        """By sweeps over the data; sketched where there are too many directions."""
-        assert isinstance(self.whole.loss, Loss)
-        like = torch.empty(first.size, *self.plan.outputs, device="meta")
-        count = direction_count(self.whole.loss, like, first.targets)
-        curved = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
-        if not curved or count <= self.settings.max_directions:
-            refutation = self._sweep(requests, stream)
-            if refutation is None or not refutation.directions:
-                return refutation
-            count = refutation.directions
-        refutation = self._sketch(curved, count)
-        fisher = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
-        if fisher and not refutation:
-            refutation = self._sweep(fisher, self.risk.batches())
-            self.findings.samples = 0
-        return refutation
-
-    def _pass(self, requests: Requests, seed: int | None = None) -> Pass:
+    def _pass(self, requests: Requests, must_be_linear: bool) -> ExactPass:
         loss = self.whole.loss
         assert isinstance(loss, Loss)
-        return Pass(self.risk, loss, requests, self.settings, self.weights, self.hessian, seed)
+        parts = self.risk, loss, requests, self.settings, self.weights
+        return ExactPass(*parts, must_be_linear=must_be_linear)
 
-    def _sweep(self, requests: Requests, stream: Iterable[Batch]) -> Refutation | None:
-        sweep = self._pass(requests)
-        sums = sweep.run(stream, self.plan)
-        if isinstance(sums, Refutation):
-            return sums
+    def _directions(self, first: Batch) -> int:
+        """How many a sample has, by the first batch."""
+        assert isinstance(self.whole.loss, Loss)
+        like = torch.empty(first.size, *self.plan.outputs, device="meta")
+        return direction_count(self.whole.loss, like, first.targets)
+
+    def _sweep(
+        self, requests: Requests, stream: Iterable[Batch], first: Batch
+    ) -> Refutation | None:
+        """Every direction of every sample, unless there are too many."""
+        count = self._directions(first)
+        if count > self.settings.max_directions and any(k & CURVATURE for k in requests.values()):
+            return Refutation(directions=count)
+        sweep = self._pass(requests, must_be_linear=self.hessian)
+        if refutation := sweep.run(stream, self.plan):
+            return refutation
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in sweep.rules.items()}
         reasons = {name: self._why(name, rule) for name, rule in rules.items()}
-        for kind, values in _by_kind(fetched(sums)).items():
+        for kind, values in _by_kind(fetched(sweep.values())).items():
             self._add(kind, Quantity(values, rules=rules, reasons=reasons))
         self._doubt(sweep.samples)
         self.findings.samples = sweep.samples
@@ -404,29 +477,120 @@ class _Search:
                 quantity.draws.pop(name, None)
                 quantity.unknown.add(name)
 
-    def _sketch(self, requests: Requests, count: int) -> Refutation | None:
-        draws: dict[Kind, Draws] = {}
-        for k in range(self.estimator.probes):
-            sweep = self._pass(requests, self.estimator.seed * 1_000_003 + k)
-            sums = sweep.run(self.risk.batches(), self.plan)
-            if isinstance(sums, Refutation):
-                return sums
-            for kind, values in _by_kind(sums).items():
-                groups = self.estimator.groups(kind, self.groups)
-                draws.setdefault(kind, Draws(groups)).add(values)
-        note = (
-            f"The outputs have {count} directions a sample, more than max_directions="
-            f"{self.settings.max_directions}: sketched with {self.estimator.probes} draws. "
-            f"Exactness costs {count} backward passes: pass max_directions={count}."
+    def _crowded(self, requests: Requests, rest: Requests, count: int) -> Refutation | None:
+        """Outputs with too many directions: all blocks are drawn."""
+        curved = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
+        fisher = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
+        self.crowd = count
+        refutation: Refutation | None = None
+        if self.hessian and not self.shared_noise:
+            refutation = self._estimated({**curved, **rest})
+        else:
+            done = self._estimation(curved, curved=None).run()
+            if isinstance(done, Refutation):
+                return done
+            tally, _ = done
+            note = self._crowd_note(tally.count)
+            self.findings.say(note)
+            self._add_draws(tally, self.plan.rules, dict.fromkeys(curved, note))
+            self._doubt(tally.samples)
+            refutation = self._estimated(rest) if rest else None
+        if fisher and not refutation:
+            refutation = self._sweep(fisher, self.risk.batches(), next(self.risk.batches()))
+            self.findings.samples = 0
+        return refutation
+
+    def _crowd_note(self, draws: int) -> str:
+        return (
+            f"The outputs have {self.crowd} directions a sample, more than max_directions="
+            f"{self.settings.max_directions}: sketched with {draws} draws. Exactness costs "
+            f"{self.crowd} backward passes: pass max_directions={self.crowd}."
         )
-        self.findings.say(note)
-        for kind, drawn in draws.items():
-            quantity = drawn.quantity()
-            quantity.rules = dict(self.plan.rules)
-            quantity.reasons = dict.fromkeys(requests, note)
-            self._add(kind, quantity)
-        self._doubt(sweep.samples)
+
+    def _estimated(self, requests: Requests) -> Refutation | None:
+        """Blocks that are not to be had by sweeps: in the way that suits them."""
+        entries = sum(self.risk.parameters[name].numel() for name in requests)
+        own_noise = self.hessian and not self.joint and not self.shared_noise
+        if not own_noise or entries <= self.estimator.probes:
+            return self._from_products(list(requests))
+        unserved = {name for name in requests if self.plan.rules[name] == GENERIC}
+        while own := {n: kinds for n, kinds in requests.items() if n not in unserved}:
+            refutation = self._draw({n: kinds | _TRACE for n, kinds in own.items()})
+            if refutation is None:
+                break
+            if not refutation.unserved:
+                return refutation
+            unserved |= refutation.unserved
+        rest = [name for name in requests if name in unserved]
+        return self._from_products(rest) if rest else None
+
+    def _draw(self, requests: Requests) -> Refutation | None:
+        """Blocks of the Hessian by noise of every sample's own."""
+        known: dict[tuple[Kind, str], Tensor] = {}
+        few = min(FEW_DIRECTIONS, self.settings.max_directions)
+        if self._directions(next(self.risk.batches())) <= few:
+            sweep = self._pass(requests, must_be_linear=False)
+            refutation = sweep.run(self.risk.batches(), self.plan)
+            if refutation and not refutation.directions:
+                return refutation
+            known = {} if refutation else fetched(sweep.values())
+        curved = frozenset(name for name in requests if name in self.plan.curved)
+        estimation = self._estimation(requests, curved=curved, known=known)
+        done = estimation.run()
+        if isinstance(done, Refutation):
+            return done
+        tally, ways = done
+        rules = {name: ways.rule(name) for name in requests}
+        reasons = {name: self.reasons[name] + ways.reason(name) for name in requests}
+        if self.crowd:
+            note = self._crowd_note(tally.count)
+            self.findings.say(note)
+            reasons |= dict.fromkeys(requests.keys() - curved, note)
+        self._add_draws(tally, rules, reasons)
+        if curved:
+            why = "; ".join(sorted({self.reasons[name] for name in curved}))
+            by = " and ".join(sorted({rules[name] for name in curved}))
+            part = f"their Gauss–Newton part is {'exact' if known else 'drawn too'}"
+            self.findings.say(
+                f"Hessian blocks of {len(curved)} parameters are estimated by {by} with "
+                f"{tally.count} draws, {part}: {why}."
+            )
         return None
+
+    def _estimation(
+        self,
+        requests: Requests,
+        *,
+        curved: frozenset[str] | None,
+        known: Mapping[tuple[Kind, str], Tensor] | None = None,
+    ) -> Estimation:
+        loss, traces = self.whole.loss, self.findings.quantities.get("trace")
+        assert isinstance(loss, Loss)
+        fixed = self.fixed
+        if self.shared_noise:
+            fixed = OwnNoise(self.estimator.probes, self.estimator.seed)
+        return Estimation(
+            self.risk,
+            loss,
+            self.settings,
+            self.weights,
+            requests,
+            self.plan,
+            self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed,
+            curved,
+            self.groups,
+            known or {},
+            traces.total if traces else 0.0,
+            fixed,
+        )
+
+    def _add_draws(
+        self, tally: Tally, rules: Mapping[str, str], reasons: Mapping[str, str]
+    ) -> None:
+        for kind in self.kinds & {"trace", *tally.others}:
+            quantity = tally.quantity(kind, self.groups)
+            quantity.rules, quantity.reasons = dict(rules), dict(reasons)
+            self._add(kind, quantity)
 
     def _from_products(self, names: list[str]) -> Refutation | None:
         """By products with the matrix: written out where these are few, else estimated."""
@@ -497,6 +661,13 @@ class _Search:
         for part in (quantity.values, quantity.errors, quantity.draws):
             part.update({name: value.cpu().double() for name, value in part.items()})
         self.findings.quantities.setdefault(kind, Quantity({})).add(quantity)
+
+
+def _of_products(given: Estimator | None, seed: int) -> Hutchinson:
+    """The estimator for blocks that noise of every sample's own does not serve."""
+    if isinstance(given, Hutchinson):
+        return given
+    return Hutchinson(_OWN_PROBES, seed) if given is None else Hutchinson(given.draws, given.seed)
 
 
 def _by_kind(values: Mapping[tuple[Kind, str], Tensor]) -> dict[Kind, dict[str, Tensor]]:

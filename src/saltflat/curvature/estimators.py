@@ -27,6 +27,11 @@ For v made of the weight and random noise, ⟨v, H v⟩ restricted to a block ha
 
 Blocks of all layers are probed by the same products: what one layer has to do with another
 averages out, and the standard errors say how far.
+
+Random signs that belong to samples: the same on every device, whatever the chunks are.
+
+Every sample of a draw has a key of its own; the k-th 64 signs of it are the bits of a hash of key
+and k (SplitMix64, Steele, Lea and Flood, 2014).
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Form, Weight, divide
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidType, InvalidValue
 from saltflat.geometry import Matrix
 from saltflat.result import Detail, Value
 
@@ -93,7 +98,8 @@ class Quantity:
     `unknown`, which are neither proved nor estimated. If they were kept it has `draws` too:
     independent estimates stacked along the first dimension, as many for every parameter, whose mean
     is the value. Each may be the mean of several draws, of `sizes` in turn; without sizes it is
-    one. `total_stderr` and `total_degrees` are those of the sum of all values. `rules` and
+    one. `freedom` are degrees of freedom of single parameters' errors that come from elsewhere than
+    the draws. `total_stderr` and `total_degrees` are those of the sum of all values. `rules` and
     `reasons` say what computed a value, and why that and not another.
     """
 
@@ -102,6 +108,7 @@ class Quantity:
     sizes: tuple[int, ...] = ()
     errors: dict[str, Tensor] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    freedom: dict[str, float] = field(default_factory=dict)
     total_stderr: float = 0.0
     total_degrees: float = inf
     rules: dict[str, str] = field(default_factory=dict)
@@ -109,7 +116,7 @@ class Quantity:
 
     def add(self, other: Quantity) -> None:
         """The same of other parameters, whose noise comes from a generator of its own."""
-        for part in ("values", "draws", "errors", "unknown", "rules", "reasons"):
+        for part in ("values", "draws", "errors", "unknown", "freedom", "rules", "reasons"):
             getattr(self, part).update(getattr(other, part))
         self.sizes = self.sizes or other.sizes
         parts = [(each.total_stderr, each.total_degrees) for each in (self, other)]
@@ -141,7 +148,8 @@ class Quantity:
         for name, value in self.values.items():
             exact = self.exact([name])
             stderr = 0.0 if exact else cast(self.errors[name])
-            degrees = inf if exact or name in self.unknown else self.degrees
+            known_by = self.freedom.get(name, self.degrees)
+            degrees = inf if exact or name in self.unknown else known_by
             rule, reason = self.rules[name], self.reasons[name]
             known[name] = Detail(cast(value), exact, stderr, rule, reason, degrees)
         return known
@@ -231,6 +239,62 @@ def noise(shape: torch.Size, device: torch.device, generator: torch.Generator) -
     return (v * (v.numel() / v.square().sum()).sqrt()).to(device)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNoise:
+    """A fixed number of draws with noise of every sample's own (see `sketch`)."""
+
+    draws: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.draws) or self.draws < LEAST_DRAWS:
+            raise InvalidValue(
+                f"draws must be an integer of at least {LEAST_DRAWS}. Got {self.draws!r}."
+            )
+        if not _is_integer(self.seed):
+            raise InvalidValue(f"seed must be an integer. Got {self.seed!r}.")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PropagatedCurvature(OwnNoise):
+    """So many draws of propagated curvature: two backward passes each, nothing twice.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Tanh(), torch.nn.Linear(9, 9))
+    >>> data = torch.randn(8, 9), torch.arange(8)
+    >>> trace = sf.trace(model, data, estimator=sf.PropagatedCurvature(draws=8))
+    >>> trace.details["0.weight"].rule, trace.details["2.weight"].exact
+    ('propagated', True)
+    """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ActivationProbes(OwnNoise):
+    """So many probes of the activations: one pass backwards through a gradient each.
+
+    Of all but traces, and of weights that are used several times, propagated curvature is drawn.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Tanh(), torch.nn.Linear(9, 9))
+    >>> data = torch.randn(8, 9), torch.arange(8)
+    >>> trace = sf.trace(model, data, estimator=sf.ActivationProbes(draws=8))
+    >>> trace.details["0.weight"].rule
+    'activation probes'
+    """
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Hutchinson:
@@ -251,19 +315,14 @@ class Hutchinson:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        probes, seed = self.probes, self.seed
-        if not isinstance(probes, int) or isinstance(probes, bool) or probes < LEAST_DRAWS:
+        if not _is_integer(self.probes) or self.probes < LEAST_DRAWS:
             raise InvalidValue(
                 f"probes must be an integer of at least {LEAST_DRAWS}: the samples share the noise "
                 "of a probe, so the standard error comes from the spread of the probes alone, and "
-                f"from fewer it would not hold. Got {probes!r}."
+                f"from fewer it would not hold. Got {self.probes!r}."
             )
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise InvalidValue(f"seed must be an integer. Got {seed!r}.")
-
-    def groups(self, kind: str, most: int) -> int:
-        """In how many groups draws are kept if `most` are wanted: numbers are, one by one."""
-        return min(most, 1) * self.probes if kind == "trace" else min(most, self.probes)
+        if not _is_integer(self.seed):
+            raise InvalidValue(f"seed must be an integer. Got {self.seed!r}.")
 
     def estimate(
         self, product: Product, shapes: Shapes, kinds: Collection[str], groups: int = 0
@@ -275,7 +334,7 @@ class Hutchinson:
         if sum(shape.numel() for shape, _ in shapes.values()) <= self.probes:
             return self._written_out(product, shapes, kinds)
         generator = torch.Generator().manual_seed(self.seed)
-        draws = {kind: Draws(self.groups(kind, groups)) for kind in kinds}
+        draws = {kind: Draws(min(groups, self.probes)) for kind in kinds}
         for _ in range(self.probes):
             v = {name: noise(*where, generator) for name, where in shapes.items()}
             cv = product(v)
@@ -298,18 +357,6 @@ class Hutchinson:
                 entries.view(-1)[i] = image.reshape(-1)[i]
         values = {"diagonal": diagonal, "trace": {n: d.sum() for n, d in diagonal.items()}}
         return {kind: Quantity(values[kind]) for kind in kinds}
-
-
-def sketch_noise(seed: int, like: Tensor, batch: int, first: int) -> Tensor:
-    """Noise for every output of the samples from `first` of a batch on, each its own.
-
-    So a sketch of the directions is the same whatever the chunks are.
-    """
-    rows = []
-    for i in range(len(like)):
-        generator = torch.Generator().manual_seed(mixed(seed, batch, first + i))
-        rows.append(noise(like.shape[1:], torch.device("cpu"), generator))
-    return torch.stack(rows).to(like)
 
 
 def estimate_form(
@@ -399,3 +446,67 @@ def _scale(weight: Weight) -> Tensor:
     return (
         torch.ones_like(like) if weight.scale is None else weight.scale.double().reshape(like.shape)
     )
+
+
+Estimator = Hutchinson | OwnNoise
+
+
+def check_estimator(estimator: object) -> None:
+    if estimator is not None and not isinstance(estimator, Estimator):
+        raise InvalidType(
+            "estimator must be PropagatedCurvature(…), ActivationProbes(…) or Hutchinson(…). Got "
+            f"{type(estimator).__name__}."
+        )
+
+
+def _signed(value: int) -> int:
+    """An unsigned 64-bit number as torch writes it."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """z ^ (z >> by), shifting in zeros."""
+    return z ^ ((z >> by) & ((1 << (64 - by)) - 1))
+
+
+def _hashed(z: Tensor) -> Tensor:
+    z = _shifted(z, 30) * _FIRST
+    z = _shifted(z, 27) * _SECOND
+    return _shifted(z, 31)
+
+
+@final
+class Signs:
+    """Signs for the samples from `first` of a batch on; every call gives new ones."""
+
+    def __init__(self, like: Tensor, samples: int, first: int, *key: int) -> None:
+        index = torch.arange(first, first + samples, device=like.device)
+        self.keys = _hashed((index + 1) * _GOLDEN + mixed(*key))
+        self.like, self.words = like, 0
+        self._bits = torch.empty(samples, 0, dtype=torch.uint8, device=like.device)
+
+    def __call__(self, shape: torch.Size) -> Tensor:
+        """±1, the entries dealt to the samples in turn, so many consecutive ones to each."""
+        each = -(-shape.numel() // len(self.keys))
+        if self._bits.shape[1] < each:
+            self._bits = self._more(each)
+        chosen, self._bits = self._bits[:, :each], self._bits[:, each:]
+        flat = chosen.reshape(-1)[: shape.numel()].reshape(shape)
+        return flat.to(self.like.dtype).mul_(-2).add_(1)
+
+    def _more(self, least: int) -> Tensor:
+        """Bits for every sample; ever more at a time, as small portions cost as much."""
+        words = max(-(-least // 64), min(self.words, _PORTION))
+        count = torch.arange(self.words + 1, self.words + 1 + words, device=self.keys.device)
+        self.words += words
+        hashes = _hashed(self.keys[:, None] + count * _GOLDEN)
+        places = torch.arange(8, dtype=torch.uint8, device=hashes.device)
+        bits = (hashes.view(torch.uint8)[..., None] >> places) & 1
+        return bits.reshape(len(self.keys), -1)
+
+
+_PORTION = 1 << 15  # words, of 64 bits

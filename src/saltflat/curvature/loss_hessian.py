@@ -111,12 +111,33 @@ class SoftmaxFactor(Factor):
         return self._place(spread), None
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        flat = noise.movedim(self.dim, -1).reshape(len(noise), -1, self.classes)
-        each = flat.permute(1, 2, 0).to(self.p)[:, :-1]
-        zero = torch.zeros_like(self.p[:, :1])
-        before = torch.cat([zero, (each * self.below).cumsum(1)], 1)  # Σ_{c<j}
-        own = torch.cat([each * self.at, zero], 1)
-        return self._place((own - self.p * before).unsqueeze(0)), None
+        raise AssertionError("columns one by one; SoftmaxSketch mixes them")
+
+
+@final
+class SoftmaxSketch(Factor):
+    """s (diag p − p pᵀ) = R Rᵀ with R = sqrt(s) (diag r − p rᵀ), r = sqrt(p).
+
+    Nothing larger than the outputs is held. What a column gives to the likeliest class is minus
+    what it gives to the others, of which no digits are lost where p is near 1.
+    """
+
+    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
+        logits, _ = loss.class_last(outputs, targets)
+        self.dim, self.count = loss.dim(outputs, targets), outputs[0].numel()
+        self.p = logits.softmax(-1)
+        self.likeliest = self.p.argmax(-1, keepdim=True)
+        self.root = loss.scale(outputs, targets).sqrt().to(outputs.dtype).unsqueeze(-1)
+
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("too many directions to write out; this factor is only sketched")
+
+    def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        mixed = self.p.sqrt().mul_(noise.movedim(self.dim, -1))
+        mixed = mixed.addcmul_(self.p, mixed.sum(-1, keepdim=True), value=-1)
+        mixed.scatter_(-1, self.likeliest, 0.0)
+        mixed.scatter_(-1, self.likeliest, -mixed.sum(-1, keepdim=True))
+        return mixed.mul_(self.root).movedim(-1, self.dim).unsqueeze(0), None
 
 
 @final
@@ -200,7 +221,8 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
     """The factor of the (unnormalised) output Hessian, for its columns or to be sketched."""
     outputs = outputs.detach()
     if isinstance(loss, CrossEntropy):
-        return SoftmaxFactor(loss, outputs, batch.targets)
+        kind = SoftmaxSketch if sketched else SoftmaxFactor
+        return kind(loss, outputs, batch.targets)
     if isinstance(loss, ElementwiseLoss):
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
     check_derivatives(loss)

@@ -54,11 +54,29 @@ class Rows:
         """x as (samples, rows per sample, …)."""
         return torch.unflatten(x.movedim(self.dim, 0), 0, (self.count, -1))
 
+    def back(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """What `first` makes of a tensor of this shape, as it was."""
+        sizes = list(shape)
+        moved = [sizes.pop(self.dim), *sizes]
+        return x.reshape(moved).movedim(0, self.dim)
+
     def fits(self, shape: Sequence[int]) -> bool:
         if self.dim >= len(shape) - 1:
             return False
         size = shape[self.dim]
         return size > 0 and (size % self.count == 0 if self.dim == 0 else size == self.count)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """How a sample's own change of a parameter moves the results of an operation, in noise.
+
+    `of(signs)` has the covariance that the first-order effect of signs for the parameter has.
+    """
+
+    signs: torch.Size
+    of: Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -92,6 +110,35 @@ class Use(ABC):
     @abstractmethod
     def terms(self, deltas: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
         """(parameter name, its gradients) from what `keep` gave, one entry a direction."""
+
+    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+        """(parameter name, its shifts) for the parameters that have some."""
+        return iter(())
+
+
+def _matrix_shift(right: Tensor, outputs: int) -> Shift:
+    """V x for (n, g, b, T) inputs x and signs V (n, g, outputs, b), as (n, g, outputs, T)."""
+    n, groups, inputs, positions = right.shape
+    if positions == 1:
+        root = torch.linalg.vector_norm(right, dim=2, keepdim=True)
+    else:
+        root = _gram_root(right) if 2 * positions <= inputs else right
+    signs = torch.Size((n, groups, outputs, root.shape[2]))
+    return Shift(signs, lambda v: v @ root)
+
+
+def _gram_root(right: Tensor) -> Tensor:
+    """A root R of the Gram matrix of positions, Rᵀ R = xᵀ x; x itself if rounding hides it."""
+    wide = right.double()
+    gram = wide.mT @ wide
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += 1e-13 * diagonal.amax(-1, keepdim=True)  # positions may repeat each other
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    return right if bool(failed.any()) else lower.mT.to(right.dtype)
+
+
+def _placed(shift: Shift, place: Callable[[Tensor], Tensor]) -> Shift:
+    return Shift(shift.signs, lambda v: place(shift.of(v)))
 
 
 def _positions(x: Tensor, rows: Rows) -> Tensor:
@@ -127,6 +174,21 @@ class LinearUse(Use):
             yield self.names["weight"], Outer(left, _positions(self.input, rows), layout)
         if "bias" in self.names:
             yield self.names["bias"], Explicit(torch.stack([d.sum((1, 3)) for d in left]))
+
+    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+        outputs = self.shape[-1]
+        if "weight" in self.names:
+            shift = _matrix_shift(_positions(self.input, rows), outputs)
+            yield (
+                self.names["weight"],
+                _placed(shift, lambda t: rows.back(t.squeeze(1).mT, self.shape)),
+            )
+        if "bias" in self.names:
+            positions = self.shape.numel() // (rows.count * outputs)
+            shift = Shift(
+                torch.Size((rows.count, 1, outputs)), lambda v: v.expand(-1, positions, -1)
+            )
+            yield self.names["bias"], _placed(shift, lambda t: rows.back(t, self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +260,18 @@ class ConvUse(Use):
         if "bias" in self.names:
             yield self.names["bias"], Explicit(torch.stack([d.sum(3).flatten(1) for d in left]))
 
+    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+        if len(self.input) != rows.count:  # several images a sample
+            return
+        channels, groups = self.shape[1], self.window.groups
+        if "weight" in self.names:
+            patches = _patch_matrix(self.window, self.input, self.shape[2:])
+            shift = _matrix_shift(patches, channels // groups)
+            yield self.names["weight"], _placed(shift, lambda t: t.reshape(self.shape))
+        if "bias" in self.names:
+            signs = torch.Size((rows.count, channels, *[1] * (len(self.shape) - 2)))
+            yield self.names["bias"], Shift(signs, lambda v: v.expand(self.shape))
+
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """(n, c, *space) as (n, g, c/g, positions)."""
@@ -250,6 +324,21 @@ class EmbeddingUse(Use):
         flat = [rows.first(d).flatten(1, -2) for d in deltas]
         yield self.names["weight"], Lookup(index, flat, self.rows)
 
+    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+        index = rows.first(self.input.unsqueeze(-1)).flatten(1)
+        # Every token of a sample takes the noise of the first that is its like.
+        same = index[:, :, None] == index[:, None]
+        first = same.to(torch.uint8).argmax(2).unsqueeze(-1)
+        live = torch.ones_like(first)
+        if self.padding is not None:
+            live = (index != self.padding % self.rows).unsqueeze(-1)
+        signs = torch.Size((*index.shape, self.shape[-1]))
+
+        def of(v: Tensor) -> Tensor:
+            return rows.back(v.gather(1, first.expand_as(v)) * live, self.shape)
+
+        yield self.names["weight"], Shift(signs, of)
+
 
 @dataclass(slots=True)
 class SpreadUse(Use, ABC):
@@ -292,6 +381,19 @@ class SpreadUse(Use, ABC):
     def terms(self, sums: Sequence[dict[str, Tensor]], rows: Rows) -> Iterator[tuple[str, Term]]:
         for role in sums[0]:
             yield self.names[role], Explicit(torch.stack([each[role] for each in sums]))
+
+    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+        if self.shape[rows.dim] != rows.count:
+            return
+        for role, align in self.align.items():
+            if align[rows.dim] == 1:
+                sizes = list(align)
+                sizes[rows.dim] = rows.count
+                by = self.multiplier() if role == "weight" else 1.0
+                yield self.names[role], Shift(torch.Size(sizes), self._spread_by(by))
+
+    def _spread_by(self, multiplier: Tensor | float) -> Callable[[Tensor], Tensor]:
+        return lambda v: (v * multiplier).expand(self.shape)
 
 
 @final

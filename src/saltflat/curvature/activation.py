@@ -1,0 +1,88 @@
+"""Probes in the space of activations: every sample perturbs every weight by noise of its own.
+
+A change V_i of a weight that sample i alone feels shifts the results of the weight's operation by
+t = V_i x at all positions, to first order; its block of the curvature of ⟨r, outputs⟩, r held
+fixed, is that of the shifts. So with signs for V_i
+
+    E[⟨t, R_z t⟩] = Tr R_i,    R_z t = the derivative along all t of the gradient at all results,
+
+which is one backward pass through the graph of a gradient, with activations only. Terms of both
+signs cancel inside, before they are squared; but the blocks' noise enters each other, which is why
+the noise of a block may be scaled: shifts by c t, values divided by c².
+
+For traces V_i itself is not needed: t is any noise with the covariance of V_i x, so where a sample
+has fewer positions than its weight has inputs, t = E R with E one sign a position and x = Q R.
+
+A weight that reaches its own operation (recurrent, tied along a path) is not served: its change
+would move x as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from saltflat.curvature.rules import Rows, Shift, Use
+
+
+@final
+class ProbedChunk:
+    """Probes of one chunk: the curvature of ⟨slope, outputs⟩ in the parameters of `uses`.
+
+    `shifts` holds the parameters that it can serve: what has one use, of a known kind.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        slope: Tensor,
+        uses: Sequence[tuple[Use, Rows]],
+        names: frozenset[str],
+    ) -> None:
+        self.uses = list(uses)
+        calls = [name for use, _ in uses for name in use.names.values()]
+        self.shifts: dict[str, tuple[int, Shift]] = {}
+        with torch.no_grad():
+            for k, (use, rows) in enumerate(self.uses):
+                for name, shift in use.shifts(rows):
+                    if name in names and calls.count(name) == 1:
+                        self.shifts[name] = k, shift
+        self.edges = [use.edge for use, _ in self.uses]
+        gradients = torch.autograd.grad(
+            outputs, self.edges, slope, create_graph=True, allow_unused=True
+        )
+        # Those that depend on what may be shifted.
+        self.gradients = {
+            k: g for k, g in enumerate(gradients) if g is not None and g.requires_grad
+        }
+
+    def draw(
+        self, signs: Callable[[torch.Size], Tensor], scale: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """One probe: for every parameter that is served an estimate a sample, (n,)."""
+        moved = {
+            name: (k, shift.of(signs(shift.signs)) * scale.get(name, 1.0))
+            for name, (k, shift) in self.shifts.items()
+        }
+        shifts: dict[int, Tensor] = {}
+        for k, t in moved.values():
+            shifts[k] = shifts[k] + t if k in shifts else t
+        both = [(g, shifts[k].to(g)) for k, g in self.gradients.items() if k in shifts]
+        images: Sequence[Tensor | None] = [None] * len(self.edges)
+        if both:
+            gradients, along = zip(*both, strict=True)
+            images = torch.autograd.grad(
+                gradients, self.edges, along, retain_graph=True, allow_unused=True
+            )
+        values = {}
+        for name, (k, t) in moved.items():
+            rows, image = self.uses[k][1], images[k]
+            if image is None:
+                values[name] = t.new_zeros(rows.count, dtype=torch.float64)
+            else:
+                each = rows.first(t * image).flatten(1).sum(1, dtype=torch.float64)
+                values[name] = each / scale.get(name, 1.0) ** 2
+        return values

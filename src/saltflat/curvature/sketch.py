@@ -1,0 +1,531 @@
+"""Draws of curvature with noise of their own for every sample, until their error is small.
+
+H = G + R: the Gauss–Newton part, which comes from the loss's Hessian, and the rest, which comes
+from the curvature of the network. G is swept over exactly where a sample has few directions, and
+drawn by a random mix of them otherwise. R is drawn in one of two ways, block by block: as
+propagated curvature (`propagated`) or by probes of the activations (`activation`). Neither is
+better everywhere, so a pilot of a few draws on some samples compares their variances; its draws are
+thrown away.
+
+*Errors.* Each sample's draws have a spread, and the variance of the whole is the sum of the
+samples' variances: how the samples differ from each other is no error. The degrees of freedom of
+that sum (Welch–Satterthwaite) are few where few samples carry the variance.
+
+*Stopping.* Draws go on to the next of the checkpoints fixed beforehand until every block's error is
+within its tolerance, or the budget is spent. An error that is small by chance would stop them
+early, so it is an upper bound on it that has to be: at the j-th checkpoint one of probability
+1 − 0.1/2ʲ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import final
+
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from saltflat.curvature.activation import ProbedChunk
+from saltflat.curvature.contractions import Term, Weight
+from saltflat.curvature.estimators import (
+    ActivationProbes,
+    Draws,
+    OwnNoise,
+    Quantity,
+    Signs,
+    degrees_of_freedom,
+    group_sizes,
+    mixed,
+)
+from saltflat.curvature.loss_hessian import factor, lacks_derivative
+from saltflat.curvature.plan import GENERIC, Plan, Refutation, Settings, in_place_writes
+from saltflat.curvature.propagated import Operation, Sources, curved_graph, operations, sources
+from saltflat.curvature.sweep import (
+    Chunk,
+    Kind,
+    Pass,
+    Requests,
+    live_uses,
+    reduce,
+    send,
+    slope,
+)
+from saltflat.losses import Loss, divisor
+from saltflat.risk import Batch, Risk
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What is drawn: the loss's part, and the rest of some blocks in one way or the other."""
+
+    seed: int
+    draws: range
+    loss: bool
+    hessian: bool = False
+    propagated: frozenset[str] = NOTHING
+    probed: frozenset[str] = NOTHING
+    scales: Mapping[str, float] = field(default_factory=dict)  # of the probes' noise, by block
+
+
+@final
+@dataclass
+class SketchPass(Pass):
+    """Draws of every chunk. `traces` holds (draws, samples) for every block, `sums` the rest."""
+
+    sketch: Sketch = field(kw_only=True)
+    traces: dict[str, list[Tensor]] = field(default_factory=dict)
+    shiftless: set[str] = field(default_factory=set)  # probed blocks that probes cannot serve
+
+    def copes(self, plan: Plan) -> bool:
+        """Blocks whose rest is not drawn must have none, if the Hessian is asked for."""
+        drawn = self.sketch.propagated | self.sketch.probed
+        linear = self.requests.keys() - drawn
+        return not self.sketch.hessian or all(map(plan.allows, linear))
+
+    def chunk_size(self, plan: Plan, batch: Batch) -> int:
+        """How many samples fit: the graph, the operations' factors, a draw's noise and outputs."""
+        entries = 10 * (plan.inputs + plan.activations) + 6 * plan.outputs.numel()
+        most = max(1, self.budget() // max(1, plan.width * entries))
+        return -(-batch.size // -(-batch.size // most))
+
+    def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
+        if key[0] == "trace":
+            self.traces.setdefault(key[1], []).append(value)
+        else:
+            super().commit(key, value)
+
+    def trace(self, name: str) -> Tensor:
+        """(draws, samples), not divided by the loss's normaliser."""
+        if name in self.traces:
+            return torch.cat(self.traces[name], 1)
+        return torch.zeros(len(self.sketch.draws), self.samples, dtype=torch.float64)
+
+    def measure(self, chunk: Chunk) -> Refutation | None:
+        sketch, plan = self.sketch, chunk.plan
+        curved = sketch.propagated | sketch.probed
+        lost = frozenset(name for name in curved if plan.rules[name] == GENERIC)
+        live = live_uses(chunk.uses, plan, frozenset(self.requests))
+        parameters = {n: self.risk.parameters[n] for n in curved - lost}
+        writes = in_place_writes(self.risk, chunk.batch)
+        lost |= curved_graph(chunk.outputs, parameters, live, writes).feeding
+        if lost:
+            return Refutation(unserved=lost)
+        built: list[Operation] = []
+        probes: ProbedChunk | None = None
+        if curved:
+            gradient = slope(self.loss, chunk)
+            own = {n: self.risk.parameters[n] for n in sketch.propagated}
+            graph = curved_graph(chunk.outputs, own, live, writes)
+            built = operations(graph, chunk.outputs, gradient)
+            if sketch.probed:
+                places = [(use, chunk.rows(use)) for use in live]
+                probes = ProbedChunk(chunk.outputs, gradient, places, sketch.probed)
+                used = {name for use in live for name in use.names.values()}
+                self.shiftless |= (sketch.probed & used) - probes.shifts.keys()
+                if self.shiftless:
+                    return Refutation(unserved=frozenset(self.shiftless))
+        self._draws(chunk, built, probes)
+        return None
+
+    def _draws(self, chunk: Chunk, built: list[Operation], probes: ProbedChunk | None) -> None:
+        sketch = self.sketch
+        sides = None
+        if sketch.loss:
+            sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=True)
+        everything = frozenset(self.requests)
+        for k, draw in enumerate(sketch.draws):
+            size, outputs = chunk.batch.size, chunk.outputs.detach()
+            signs = Signs(outputs, size, chunk.first, sketch.seed, chunk.index, draw)
+            loss: tuple[Tensor, Tensor | None] | None = None
+            if sides is not None:
+                loss = sides.sketch(signs(outputs.shape))
+            if built:
+                self._send(chunk, k, sources(built, signs), loss, everything - sketch.probed)
+            if loss is not None:
+                self._send(chunk, k, Sources(2), loss, sketch.probed if built else everything)
+            if probes is not None:
+                for name, values in probes.draw(signs, sketch.scales).items():
+                    self._add("trace", name, k, values, slice(None), size)
+
+    def _send(
+        self,
+        chunk: Chunk,
+        k: int,
+        places: Sources,
+        loss: tuple[Tensor, Tensor | None] | None,
+        names: frozenset[str],
+    ) -> None:
+        """Send one draw down, and square what arrives at some blocks."""
+        if not names:
+            return
+        n, outputs = chunk.batch.size, chunk.outputs
+        sign = torch.ones(2, n, dtype=outputs.dtype, device=outputs.device)
+        sign[1] = -1
+        if loss is not None:
+            columns, signs = loss
+            second = columns[1] if signs is not None else torch.zeros_like(columns[0])
+            places.add(get_gradient_edge(outputs), (columns[0], second))
+            if signs is None and len(places.edges) == 1:
+                places.cotangents.pop()
+        sign = sign[: len(places.cotangents)]
+        live = live_uses(chunk.uses, chunk.plan, names)
+        kept = send(places.edges, places.cotangents, live, [chunk.rows(use) for use in live])
+        with torch.no_grad():
+            for name, term in self.terms(chunk, live, kept, names):
+                self._reduce(name, k, term, sign, slice(None), n)
+        written = [name for name in names if chunk.plan.rules[name] == GENERIC]
+        if loss is not None and written:
+            for rows, name, term in self.generic_terms(chunk, loss[0], written):
+                part = None if loss[1] is None else loss[1][:, rows]
+                self._reduce(name, k, term, part, rows, n)
+
+    def _reduce(
+        self, name: str, k: int, term: Term, sign: Tensor | None, rows: slice, samples: int
+    ) -> None:
+        wanted, weight = self.requests[name] - {"trace", "magnitude"}, self.weights.get(name)
+        traces = term.direction(0).traces(None)
+        if sign is not None and len(sign) > 1:
+            traces = traces - term.direction(1).traces(None)
+        self._add("trace", name, k, traces, rows, samples)
+        for kind, value in reduce(term, wanted, weight, sign):
+            self._add(kind, name, k, value)
+
+    def _add(
+        self,
+        kind: Kind,
+        name: str,
+        k: int,
+        value: Tensor,
+        rows: slice | None = None,
+        samples: int = 0,
+    ) -> None:
+        """Into draw k of what is pending: at some samples, or as a sum over all of them."""
+        shape = value.shape if rows is None else (samples,)
+        if (kind, name) not in self.pending:
+            empty = torch.zeros(
+                len(self.sketch.draws), *shape, dtype=torch.float64, device=value.device
+            )
+            self.pending[kind, name] = empty
+        draw = self.pending[kind, name][k]
+        (draw if rows is None else draw[rows]).add_(value)
+
+
+@final
+class Tally:
+    """The draws of some blocks: of traces each sample's moments, of all else each draw's sum."""
+
+    def __init__(self, names: Iterable[str], known: Mapping[tuple[Kind, str], Tensor]) -> None:
+        self.names, self.known = list(names), known  # `known`: the part that is not drawn
+        self.count = self.samples = 0
+        self.scale = 1.0
+        self.mean: dict[str, Tensor] = {}
+        self.spread: dict[str, Tensor] = {}
+        self.sums: dict[str, list[Tensor]] = {}  # of traces, draw by draw
+        self.others: dict[Kind, Draws] = {}
+
+    def add(self, done: SketchPass, groups: int) -> None:
+        """The draws of one more pass over all samples."""
+        self.scale = divisor(done.loss, done.normaliser)
+        traces = {name: done.trace(name).cpu() for name in self.names}
+        traces[_ALL] = torch.stack(list(traces.values())).sum(0)
+        fresh = len(done.sketch.draws)
+        both = self.count + fresh
+        for name, values in traces.items():
+            mean = values.mean(0)
+            spread = (values - mean).square().sum(0)
+            if self.count:
+                change = mean - self.mean[name]
+                spread += self.spread[name] + change.square() * self.count * fresh / both
+                mean = self.mean[name] + change * fresh / both
+            self.mean[name], self.spread[name] = mean, spread
+            self.sums.setdefault(name, []).append(values.sum(1))
+        for kind in {kind for kind, _ in done.sums}:
+            draws = self.others.setdefault(kind, Draws(groups))
+            for k in range(fresh):
+                draws.add(
+                    {
+                        name: sums[k].cpu() / self.scale + self.known.get((kind, name), 0.0)
+                        for (each, name), sums in done.sums.items()
+                        if each == kind
+                    }
+                )
+        self.count, self.samples = both, done.samples
+
+    def error(self, name: str) -> tuple[float, float]:
+        """The standard error of a block's trace, and its degrees of freedom."""
+        variances = self.spread[name] / (self.count - 1)
+        total = float(variances.sum())
+        if total == 0:
+            return 0.0, inf
+        degrees = total**2 * degrees_of_freedom(self.count) / float(variances.square().sum())
+        return sqrt(total / self.count) / self.scale, degrees
+
+    def value(self, name: str) -> float:
+        drawn = float(self.mean[name].sum()) / self.scale
+        return drawn + float(self.known.get(("trace", name), 0.0))
+
+    def quantity(self, kind: Kind, groups: int) -> Quantity:
+        if kind != "trace":
+            return self.others[kind].quantity()
+        errors = {name: self.error(name) for name in self.names}
+        stderr, degrees = self.error(_ALL)
+        draws = {}
+        if groups:
+            for name in self.names:
+                sums = torch.cat(self.sums[name])
+                each = torch.stack([sums[k::groups].mean() for k in range(groups)]) / self.scale
+                draws[name] = each + float(self.known.get(("trace", name), 0.0))
+        return Quantity(
+            {n: torch.tensor(self.value(n), dtype=torch.float64) for n in self.names},
+            draws,
+            group_sizes(self.count, groups) if groups else (),
+            errors={n: torch.tensor(e, dtype=torch.float64) for n, (e, _) in errors.items()},
+            freedom={n: d for n, (_, d) in errors.items()},
+            total_stderr=stderr,
+            total_degrees=degrees,
+        )
+
+
+_ALL = ""  # stands for the sum over all blocks; no parameter is called so
+
+
+def bounded(stderr: float, degrees: float, checkpoint: int) -> float:
+    """An upper bound on a standard error that was estimated, to stop at a checkpoint by."""
+    if stderr == 0:
+        return 0.0
+    return stderr * sqrt(degrees / float(chi2.ppf(0.1 / 2**checkpoint, degrees)))
+
+
+# What passes cost, in gradients over the same data: a pass without draws, then each draw.
+_SETUP, _LOSS, _PROPAGATED, _PROBED = 1.3, 0.8, 1.6, 2.2
+
+# A sample with more directions than this has its loss's Hessian drawn, not swept over.
+FEW_DIRECTIONS = 16
+
+_PILOT_SAMPLES, _PILOT_DRAWS = 16, 2
+_MOST_DRAWS = 4096
+# Samples times draws: so few signs may agree by chance.
+_LEAST_SIGNS = 64
+
+
+@final
+@dataclass(slots=True)
+class Ways:
+    """Which blocks' rest is drawn how, and what decided it."""
+
+    propagated: frozenset[str]
+    probed: frozenset[str] = NOTHING
+    scales: Mapping[str, float] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)  # variance of probes / propagated
+
+    def cost(self, loss: bool) -> float:
+        """Of one draw, in gradients."""
+        cost = _PROPAGATED * bool(self.propagated) + _PROBED * bool(self.probed)
+        return cost + _LOSS * (loss and (bool(self.probed) or not self.propagated))
+
+    def rule(self, name: str) -> str:
+        """What draws a block's curvature."""
+        if name in self.probed:
+            return "activation probes"
+        return "propagated" if name in self.propagated else "sketch"
+
+    def reason(self, name: str) -> str:
+        """Why that and not the other."""
+        ratio = self.ratios.get(name)
+        if ratio is None:
+            return ""
+        return f"; in a pilot, activation probes had {ratio:.2g} times the variance of propagated"
+
+
+@final
+@dataclass(slots=True)
+class Estimation:
+    """The draws of some blocks, from the first pilot to the last checkpoint.
+
+    `known` is their Gauss–Newton part where that was swept over; `elsewhere` is the trace of the
+    blocks that others compute. `groups` of the draws are kept.
+    """
+
+    risk: Risk
+    loss: Loss
+    settings: Settings
+    weights: Mapping[str, Weight]
+    requests: Requests
+    plan: Plan
+    seed: int
+    curved: frozenset[str] | None  # the blocks that are; None for the Gauss–Newton matrix
+    groups: int
+    known: Mapping[tuple[Kind, str], Tensor] = field(default_factory=dict)
+    elsewhere: float = 0.0
+    fixed: OwnNoise | None = None  # the number of draws, and the way
+    spent: float = 0.0  # gradients
+
+    def run(self) -> tuple[Tally, Ways] | Refutation:
+        """Draw until all errors are within the tolerance, or the budget is spent."""
+        few = self._few()
+        gauss_newton = self._gauss_newton(few)
+        if isinstance(gauss_newton, Refutation):
+            return gauss_newton
+        ways = self._ways(few, gauss_newton)
+        if isinstance(ways, Refutation):
+            return ways
+        tally = Tally(self.requests, self.known)
+        checkpoint = 0
+        while (target := self._next(tally, ways)) > tally.count:
+            draws = range(tally.count, target)
+            parts = ways.propagated, ways.probed, ways.scales
+            hessian = self.curved is not None
+            sketch = Sketch(self.seed, draws, self._draws_loss, hessian, *parts)
+            done, refutation = self._pass(sketch)
+            if refutation is not None:
+                return refutation
+            self.spent += _SETUP + len(draws) * ways.cost(self._draws_loss)
+            tally.add(done, self.groups)
+            checkpoint += 1
+            if self.fixed is None and self._reached(tally, gauss_newton, checkpoint):
+                break
+        return tally, ways
+
+    def _next(self, tally: Tally, ways: Ways) -> int:
+        """How many draws there are to be at the next checkpoint; no more, if none are paid for."""
+        if self.fixed is not None:
+            return self.fixed.draws
+        count = tally.count
+        if count == 0:
+            return max(8, self.groups)
+        if tally.samples * count < _LEAST_SIGNS:
+            return 2 * count
+        left = self.settings.gradients - self.spent - _SETUP
+        more = int(min(left / ways.cost(self._draws_loss), count, _MOST_DRAWS - count))
+        if self.groups:
+            more -= more % self.groups
+        return count + more if 4 * more >= count else count
+
+    @property
+    def _draws_loss(self) -> bool:
+        """Whether the Gauss–Newton part is drawn too."""
+        return not self.known
+
+    def _pass(
+        self, sketch: Sketch, batches: Iterable[Batch] | None = None
+    ) -> tuple[SketchPass, Refutation | None]:
+        parts = self.risk, self.loss, self.requests, self.settings, self.weights
+        done = SketchPass(*parts, sketch=sketch)
+        refutation = done.run(self.risk.batches() if batches is None else batches, self.plan)
+        return done, refutation
+
+    def _target(self, value: float, gauss_newton: float, whole: float) -> float:
+        """The standard error that a block's trace may have."""
+        tolerance = self.settings.tolerance
+        return tolerance * max(abs(value), gauss_newton, whole / 5)
+
+    def _reached(self, tally: Tally, gauss_newton: Mapping[str, float], checkpoint: int) -> bool:
+        whole = sum(gauss_newton.values()) + self.elsewhere
+        return all(
+            bounded(*tally.error(name), checkpoint)
+            <= self._target(tally.value(name), gauss_newton[name], whole)
+            for name in tally.names
+        )
+
+    def _few(self) -> list[Batch]:
+        """Some samples for a pilot."""
+        few: list[Batch] = []
+        wanted = _PILOT_SAMPLES
+        for batch in self.risk.batches():
+            few.append(batch.part(0, wanted))
+            wanted -= few[-1].size
+            if wanted <= 0:
+                break
+        return few
+
+    def _gauss_newton(self, few: list[Batch]) -> dict[str, float] | Refutation:
+        """The Gauss–Newton part of every block's trace, roughly."""
+        if self.known:
+            return {name: float(self.known["trace", name]) for name in self.requests}
+        sketch = Sketch(mixed(self.seed, 1), range(_PILOT_DRAWS), loss=True)
+        done, refutation = self._pass(sketch, few)
+        if refutation is not None:
+            return refutation
+        scale = divisor(self.loss, done.normaliser)
+        return {name: float(done.trace(name).sum(1).mean()) / scale for name in self.requests}
+
+    def _ways(self, few: list[Batch], gauss_newton: Mapping[str, float]) -> Ways | Refutation:
+        """How the rest of the blocks is drawn: as was asked, or as a pilot decides."""
+        names = self.curved or NOTHING
+        propagated = Ways(names)
+        asked = self.fixed is not None
+        only_traces = not any(kinds - {"trace"} for kinds in self.requests.values())
+        if not names or not only_traces or (asked and not isinstance(self.fixed, ActivationProbes)):
+            return propagated
+        draws, seed = range(_PILOT_DRAWS), mixed(self.seed, 2)
+        one, refutation = self._pass(Sketch(seed, draws, False, False, names), few)
+        if refutation is not None:
+            return refutation
+        largest = max(gauss_newton.values(), default=0.0)
+        scales = {n: max(g, 1e-6 * largest, 1e-30) ** -0.5 for n, g in gauss_newton.items()}
+        other = self._probed(few, Sketch(seed, draws, False, False, NOTHING, names, scales))
+        if other is None or isinstance(other, Refutation):
+            return propagated if other is None else other
+        probed = other.sketch.probed
+        if asked:
+            return Ways(names - probed, probed, scales)
+        return self._cheapest(one, other, gauss_newton)
+
+    def _probed(self, few: list[Batch], sketch: Sketch) -> SketchPass | Refutation | None:
+        """A pilot of the probes, of all blocks that they can serve; None if these are none."""
+        while sketch.probed:
+            try:
+                done, refutation = self._pass(sketch, few)
+            except RuntimeError as error:
+                if not lacks_derivative(error):
+                    raise
+                return None  # an operation has no second derivative
+            if refutation is None:
+                return done
+            if not done.shiftless:
+                return refutation
+            sketch = replace(sketch, probed=sketch.probed - refutation.unserved)
+        return None
+
+    def _cheapest(
+        self, one: SketchPass, other: SketchPass, gauss_newton: Mapping[str, float]
+    ) -> Ways:
+        """The ways that reach the tolerance with the fewest gradients, by two pilots."""
+        names, probed, scales = self.curved or NOTHING, other.sketch.probed, other.sketch.scales
+        spreads = {n: (_variance(one, n), _variance(other, n)) for n in probed}
+        ratios = {n: b / a if a > 0 else inf for n, (a, b) in spreads.items()}
+        better = frozenset(n for n in probed if ratios[n] < 1)
+        whole = sum(gauss_newton.values()) + self.elsewhere
+
+        def price(ways: Ways) -> float:
+            total = 0.0
+            for n in names:
+                done = other if n in ways.probed else one
+                target = self._target(gauss_newton[n] + _mean(done, n), gauss_newton[n], whole)
+                draws = _variance(done, n) / target**2 if target > 0 else 0.0
+                total += min(draws * ways.cost(self._draws_loss), self.settings.gradients)
+            return total
+
+        offers = [
+            Ways(names, NOTHING, scales, ratios),
+            Ways(names - probed, probed, scales, ratios),
+            Ways(names - better, better, scales, ratios),
+        ]
+        return min(offers, key=price)
+
+
+def _variance(done: SketchPass, name: str) -> float:
+    """Of one draw of a block's trace."""
+    scale = divisor(done.loss, done.normaliser)
+    return float(done.trace(name).var(0).sum()) / scale**2
+
+
+def _mean(done: SketchPass, name: str) -> float:
+    return float(done.trace(name).mean(0).sum()) / divisor(done.loss, done.normaliser)

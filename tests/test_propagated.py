@@ -1,0 +1,322 @@
+"""Propagated curvature and activation probes: their expectation is the dense Hessian's.
+
+Noise enters both linearly, so the expectation is the sum over the units of noise, one after the
+other: no statistics are needed, and the agreement is to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from saltflat.curvature.activation import ProbedChunk
+from saltflat.curvature.contractions import combine
+from saltflat.curvature.estimators import Signs
+from saltflat.curvature.propagated import Operation, curved_graph, operations, sources
+from saltflat.curvature.rules import Recorder, Rows, Use
+from saltflat.curvature.sweep import send
+
+
+class Between(nn.Module):
+    """A function between two Linear layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], width: int = 3) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, width), nn.Linear(width, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.function(self.first(x)))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).reshape(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(n, t, d))
+        out: Tensor = x + self.narrow(F.gelu(self.widen(self.norm2(x))))
+        return out
+
+
+class Language(nn.Module):
+    """A causal transformer; `tied`: the head is the embedding."""
+
+    def __init__(self, *, tied: bool, shared: bool = False, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(4, 4), nn.Parameter(torch.randn(2, 4))
+        block = Block(4, 2)
+        more = [block if shared else Block(4, 2) for _ in range(layers - 1)]
+        self.blocks = nn.ModuleList([block, *more])
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.place
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Gated(nn.Module):
+    """SiLU, squeeze and excite, BatchNorm, a depthwise convolution, GroupNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.squeeze, self.excite = nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1)
+        self.depthwise, self.groups = nn.Conv2d(4, 4, 3, groups=4), nn.GroupNorm(2, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.norm(self.conv(x)))
+        gate = self.excite(F.silu(self.squeeze(x.mean((2, 3), keepdim=True))))
+        x = F.gelu(self.groups(self.depthwise(x * gate.sigmoid())))
+        out: Tensor = self.last(x.mean((2, 3)))
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell, self.last = cell(2, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.cell(x)
+        out: Tensor = self.last(states[:, -1].tanh() * states[:, 0])
+        return out
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "mish": F.mish,
+    "gelu": F.gelu,
+    "gelu tanh": lambda t: F.gelu(t, approximate="tanh"),
+    "elu": F.elu,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "logsigmoid": F.logsigmoid,
+    "exp": torch.exp,
+    "log": lambda t: (t * t + 1).log(),
+    "sqrt": lambda t: (t**2 + 1).sqrt(),
+    "reciprocal": lambda t: 1 / (t * t + 2),
+    "in place": lambda t: (t * 2).tanh_(),
+    "own gate": lambda t: t * torch.sigmoid(t),
+    "quotient": lambda t: t / (1 + t.exp()),
+    "quotient by one": lambda t: t / (1 + t.exp().sum(-1, keepdim=True)),
+    "gate of all": lambda t: t * torch.sigmoid(t.mean(-1, keepdim=True)),
+    "outer product": lambda t: (t[:, :, None] * t[:, None].tanh()).sum(1),
+    "matrix product": lambda t: torch.bmm(t[:, :, None], t[:, None].sigmoid()).sum(1) + t,
+    "long matrix product": lambda t: torch.bmm(t[:, None], t[:, :, None].sin()).sum(1) + t,
+    "einsum": lambda t: torch.einsum("ni,nj->nij", t, t.sin()).sum(1),
+    "softmax": lambda t: F.softmax(t, -1),
+    "log softmax": lambda t: F.log_softmax(t, -1),
+    "logsumexp": lambda t: t + t.logsumexp(-1, keepdim=True),
+    "layer norm": lambda t: F.layer_norm(t, (3,)),
+    "layer norm with weight": lambda t: F.layer_norm(t, (3,), torch.tensor([1.0, -2.0, 0.5])),
+    "layer norm of a constant": lambda t: F.layer_norm(t[:, :1] * torch.ones(1, 3), (3,)) + t * t,
+    "rms norm": lambda t: F.rms_norm(t, (3,)),
+    "group norm": lambda t: F.group_norm(t[..., None] * torch.tensor([1.0, 2.0]), 1).sum(-1),
+    "instance norm": lambda t: F.instance_norm(t[..., None] * torch.arange(3.0)).square().sum(-1),
+    "product of entries": lambda t: t + t.prod(-1, keepdim=True) * t,
+    "unit length": lambda t: t / t.norm(dim=-1, keepdim=True),
+    "power": lambda t: (t * t + 1) ** torch.sigmoid(t),
+    "addcmul": lambda t: torch.addcmul(t, t, t.sigmoid()),
+    "addcdiv": lambda t: torch.addcdiv(t, t, t.exp() + 1),
+    "lerp": lambda t: torch.lerp(t, t.tanh(), t.sigmoid()),
+    "cumulative product": lambda t: t.cumprod(-1).sin(),
+    "attention mask": lambda t: F.softmax(
+        t.masked_fill(torch.tensor([0, 1, 0]) > 0, -torch.inf), -1
+    ),
+    "prelu with relu": lambda t: F.relu(t) * F.leaky_relu(t),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Passed:
+    """A network after a forward pass, with all that the two estimators are made of."""
+
+    def __init__(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        self.parameters = dict(model.eval().named_parameters())
+        self.size = len(x)
+        with sdpa_kernel(SDPBackend.MATH), Recorder(self.parameters) as recorder:
+            self.outputs: Tensor = model(x)
+        self.uses: list[Use] = recorder.uses
+        at = self.outputs.detach().requires_grad_()
+        loss = F.cross_entropy(at.flatten(0, -2), y.flatten(), reduction="sum")
+        (self.slope,) = torch.autograd.grad(loss, at)
+        self.graph = curved_graph(self.outputs, self.parameters, self.uses, frozenset)
+        self.rows = Rows(self.size)
+
+    def rest(self) -> dict[str, Tensor]:
+        """The dense Hessians of ⟨slope, outputs⟩, block by block."""
+        blocks = {}
+        for name, p in self.parameters.items():
+            (g,) = torch.autograd.grad(self.outputs, p, self.slope, create_graph=True)
+            rows = [
+                torch.autograd.grad(each, p, retain_graph=True, allow_unused=True)[0]
+                if each.requires_grad
+                else None
+                for each in g.flatten()
+            ]
+            zero = torch.zeros(p.numel())
+            blocks[name] = torch.stack([zero if r is None else r.flatten() for r in rows])
+        return blocks
+
+    def propagated(self, built: list[Operation]) -> dict[str, Tensor]:
+        """The expectation of the diagonals."""
+        shapes = [shape for operation in built for shape in operation.signs]
+        count = sum(shape.numel() for shape in shapes)
+        sums = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        sign = torch.ones(2, self.size)
+        sign[1] = -1
+        for unit in torch.eye(count):
+            parts = zip(unit.split([shape.numel() for shape in shapes]), shapes, strict=True)
+            dealt = iter([part.reshape(shape) for part, shape in parts])
+            places = sources(built, lambda _, dealt=dealt: next(dealt))  # type: ignore[misc]
+            rows = [self.rows] * len(self.uses)
+            kept = send(places.edges, places.cotangents, self.uses, rows)
+            terms: dict[str, list] = {}
+            for use, each in zip(self.uses, kept, strict=True):
+                for name, term in use.terms(each, self.rows) if each is not None else ():
+                    terms.setdefault(name, []).append(term)
+            for name, each in terms.items():
+                sums[name] += combine(each).diagonal(sign)
+                alone = combine(each).traces(sign).sum()
+                assert torch.allclose(alone, combine(each).diagonal(sign).sum(), atol=1e-12)
+        return sums
+
+    def probed(self) -> tuple[dict[str, float], set[str]]:
+        """The expectation of the traces by probes, and what they do not serve."""
+        own = frozenset(self.parameters) - self.graph.feeding
+        places = [(use, self.rows) for use in self.uses]
+        probes = ProbedChunk(self.outputs, self.slope, places, own)
+        sums = {}
+        for name, (_, shift) in probes.shifts.items():
+            sums[name] = 0.0
+            for unit in torch.eye(shift.signs.numel()):
+                order = iter(probes.shifts)
+
+                def one(shape: torch.Size, unit: Tensor = unit, name: str = name) -> Tensor:
+                    here = next(order) == name  # noqa: B023
+                    return unit.reshape(shape) if here else torch.zeros(shape)
+
+                sums[name] += float(probes.draw(one, {name: 3.0})[name].sum())
+        return sums, set(self.parameters) - set(probes.shifts)
+
+
+def agree(passed: Passed, *, unprobed: frozenset[str] = frozenset()) -> None:
+    truth = passed.rest()
+    largest = max(float(block.abs().max()) for block in truth.values())
+    assert largest > 1e-6, "negative control: there is something to find"
+    diagonals = passed.propagated(operations(passed.graph, passed.outputs, passed.slope))
+    traces, missing = passed.probed()
+    assert missing == unprobed | passed.graph.feeding
+    for name, block in truth.items():
+        if name in passed.graph.feeding:
+            continue
+        error = (diagonals[name].flatten() - block.diagonal()).abs().max()
+        assert float(error) <= 1e-10 * largest, (name, diagonals[name].flatten(), block.diagonal())
+        if name in traces:
+            assert abs(traces[name] - float(block.trace())) <= 1e-10 * largest, name
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operations(name: str) -> None:
+    agree(Passed(Between(FUNCTIONS[name]), torch.randn(3, 4), torch.tensor([0, 2, 1])))
+
+
+@pytest.mark.parametrize("skipped", ["NativeLayerNorm", "SafeSoftmax", "Bmm", "Gelu"])
+def test_no_operation_can_be_left_out(skipped: str) -> None:
+    torch.manual_seed(0)
+    model = Language(tied=False, layers=1)
+    passed = Passed(model, torch.randint(4, (2, 2)), torch.randint(4, (2, 2)))
+    assert any(node.name == skipped for node in passed.graph.nodes)
+    nodes = tuple(node for node in passed.graph.nodes if node.name != skipped)
+    passed.graph = type(passed.graph)(nodes, passed.graph.feeding)
+    with pytest.raises(AssertionError):
+        agree(passed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_language_model(tied: bool, shared: bool) -> None:
+    model = Language(tied=tied, shared=shared)
+    passed = Passed(model, torch.randint(4, (2, 2)), torch.randint(4, (2, 2)))
+    feeding = {"embed.weight"} if tied else set()
+    twice = {name for name in passed.parameters if name.startswith("blocks.0.") and shared}
+    # A bias that is used twice enters by sums: it feeds itself by no product.
+    feeding |= {name for name in twice if name.endswith("weight")}
+    assert passed.graph.feeding == feeding
+    agree(passed, unprobed=frozenset(twice))
+
+
+def test_convolutions_with_gates() -> None:
+    agree(Passed(Gated(), torch.randn(2, 1, 4, 4), torch.tensor([0, 2])))
+
+
+@pytest.mark.parametrize("cell", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_weights_feed_themselves(cell: Callable[..., nn.RNNBase]) -> None:
+    passed = Passed(Recurrent(cell), torch.randn(2, 3, 2), torch.tensor([0, 2]))
+    assert passed.graph.feeding == {n for n in passed.parameters if n.startswith("cell.")}
+
+
+def test_siamese_weights_do_not_feed_themselves() -> None:
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side, self.last = nn.Linear(2, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = (self.side(part).tanh() for part in x.chunk(2, 1))
+            out: Tensor = self.last(one * other)
+            return out
+
+    passed = Passed(Siamese(), torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    assert not passed.graph.feeding
+    agree(passed, unprobed=frozenset({"side.weight", "side.bias"}))
+
+
+def test_signs_belong_to_samples() -> None:
+    like = torch.zeros(1)
+    whole = Signs(like, 8, 0, 1, 2)
+    part = Signs(like, 3, 5, 1, 2)
+    for shape in ((4,), (3, 50), (70,)):
+        all_of_them = whole(torch.Size((8, *shape)))
+        assert torch.equal(all_of_them[5:], part(torch.Size((3, *shape))))
+        assert set(all_of_them.unique().tolist()) == {-1.0, 1.0}
+    assert not torch.equal(whole(torch.Size((8, 64))), Signs(like, 8, 0, 1, 3)(torch.Size((8, 64))))
+
+
+def test_signs_are_independent() -> None:
+    signs = Signs(torch.zeros(1), 64, 0, 7)(torch.Size((64, 4096)))
+    assert abs(float(signs.mean())) < 5 / (64 * 4096) ** 0.5
+    for matrix, length in ((signs @ signs.T, 4096), (signs.T[:64] @ signs[:, :64], 64)):
+        matrix.fill_diagonal_(0)
+        assert float(matrix.abs().max()) < 5.5 * length**0.5
+    following = (signs[:, 1:] * signs[:, :-1]).mean()
+    assert abs(float(following)) < 5 / (64 * 4095) ** 0.5

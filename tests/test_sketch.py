@@ -1,0 +1,240 @@
+"""Draws with noise of every sample's own: which way serves which block, errors, budgets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import networks as net
+import numpy as np
+import pytest
+import torch
+from agree import agrees
+from cases import BY_NAME, Case, normal
+from dense import Dense
+from test_calibration import holds
+from test_propagated import Gated
+from torch import Tensor, nn
+
+import saltflat as sf
+from saltflat.curvature.sketch import bounded
+
+
+def deep(outputs: int) -> nn.Module:
+    """Two curved layers: before the last of them one sign an entry leaves no noise."""
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.GELU(), nn.Linear(7, outputs)
+    return net.seq(*layers)
+
+
+CURVED = Case("curved", lambda: deep(3), normal(6))
+OWN = [sf.PropagatedCurvature(8), sf.ActivationProbes(8)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:The outputs have")
+
+
+@pytest.mark.parametrize("estimator", [*OWN, None], ids=repr)
+def test_agrees_with_the_dense_hessian(estimator: Any) -> None:
+    oracle = CURVED.dense()
+    result = sf.trace(CURVED.model(), CURVED.data(), estimator=estimator)
+    agrees(result, oracle.blocks(oracle.hessian))
+    assert result.details["4.weight"].exact
+    assert result.details["0.weight"].rule in ("propagated", "activation probes")
+    assert 0 < result.details["0.weight"].stderr < math.inf
+
+
+def test_the_way_that_was_asked_for() -> None:
+    rules = [
+        sf.trace(CURVED.model(), CURVED.data(), estimator=each).details["0.weight"].rule
+        for each in (*OWN, sf.Hutchinson(8))
+    ]
+    assert rules == ["propagated", "activation probes", "probes"]
+
+
+@pytest.mark.parametrize("estimator", OWN, ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_batches_do_not_matter(estimator: Any, size: int) -> None:
+    """The signs belong to the samples of a batch, so only what joins batches differs."""
+    x, y = CURVED.data()
+    whole = sf.trace(CURVED.model(), (x, y), estimator=estimator, memory_budget=1 << 30)
+    parts = sf.trace(CURVED.model(), (x, y), estimator=estimator, memory_budget=1)
+    assert parts.total == pytest.approx(whole.total, rel=1e-12)
+    split = list(zip(x.split(size), y.split(size), strict=True))
+    other = sf.trace(CURVED.model(), split, estimator=estimator)
+    assert abs(other.total - whole.total) < 5 * math.hypot(other.stderr, whole.stderr)
+
+
+def test_the_seed_decides() -> None:
+    for key in ("estimator", "seed"):
+        totals = []
+        for seed in (0, 0, 1):
+            options: dict[str, Any] = {"seed": seed}
+            if key == "estimator":
+                options = {"estimator": sf.PropagatedCurvature(8, seed)}
+            totals.append(sf.trace(CURVED.model(), CURVED.data(), **options).total)
+        assert totals[0] == totals[1] != totals[2]
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv net", "residual"])
+def test_piecewise_linear_networks_have_no_rest(name: str) -> None:
+    """Where nothing is curved the draws add nothing to the Gauss–Newton part, which is exact."""
+    case = BY_NAME.get(name, BY_NAME["mlp"])
+    exact = sf.trace(case.model(), case.data(), case.loss)
+    for estimator in OWN:
+        drawn = sf.trace(case.model(), case.data(), case.loss, certify="none", estimator=estimator)
+        for block, value in exact.items():
+            assert drawn[block] == pytest.approx(value, rel=1e-9, abs=1e-12)
+            assert drawn.details[block].exact or drawn.details[block].stderr < 1e-12
+
+
+def test_weights_that_feed_themselves_are_probed() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).tanh()
+            for _ in range(2):
+                x = self.again(x).tanh()
+            out: Tensor = self.last(x)
+            return out
+
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    x, y = normal(6)(8, torch.Generator().manual_seed(0)).double(), torch.arange(8) % 3
+    oracle = Dense(model, x, y)
+    result = sf.trace(model, (x, y))
+    agrees(result, oracle.blocks(oracle.hessian))
+    rules = {name: detail.rule for name, detail in result.details.items()}
+    assert rules["again.weight"] == "probes"
+    assert rules["first.weight"] in ("propagated", "activation probes")
+    report = sf.measure(model, (x, y), measures=["hessian_trace", "rho", "kappa_trace"])
+    truth = float(oracle.hessian.trace())
+    assert abs(report["hessian_trace"].value - truth) < 5 * report["hessian_trace"].stderr
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 0.05])
+def test_tolerance(tolerance: float) -> None:
+    result = sf.trace(CURVED.model(), CURVED.data(), tolerance=tolerance)
+    ggn = sf.trace(CURVED.model(), CURVED.data(), curvature="ggn")
+    for name, detail in result.details.items():
+        target = tolerance * max(abs(detail.value), ggn[name], ggn.total / 5)
+        assert detail.exact or detail.stderr <= target, name
+
+
+def test_a_smaller_tolerance_takes_more_draws() -> None:
+    errors = [
+        float(sf.trace(CURVED.model(), CURVED.data(), tolerance=t).details["0.weight"].stderr)
+        for t in (1.0, 0.01)
+    ]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_the_budget_ends_the_draws() -> None:
+    """What misses the tolerance has the error that it has."""
+    result = sf.trace(CURVED.model(), CURVED.data(), tolerance=1e-9)
+    detail = result.details["0.weight"]
+    assert detail.stderr > 1e-9 * abs(detail.value)
+    assert any("draws" in note for note in result.notes)
+
+
+def test_bad_settings_are_refused() -> None:
+    for tolerance in (0.0, -1.0, math.nan):
+        with pytest.raises(sf.InvalidValue, match="tolerance"):
+            sf.trace(CURVED.model(), CURVED.data(), tolerance=tolerance)
+    for kind in (sf.PropagatedCurvature, sf.ActivationProbes):
+        with pytest.raises(sf.InvalidValue, match="draws must be an integer"):
+            kind(draws=1)
+        with pytest.raises(sf.InvalidValue, match="seed must be an integer"):
+            kind(seed=0.5)
+    with pytest.raises(sf.InvalidType, match="PropagatedCurvature"):
+        sf.trace(CURVED.model(), CURVED.data(), estimator="propagated")
+
+
+def test_a_bound_on_an_error_is_above_it() -> None:
+    assert bounded(0.0, math.inf, 1) == 0.0
+    for degrees in (1.0, 5.0, 500.0):
+        values = [bounded(1.0, degrees, checkpoint) for checkpoint in range(4)]
+        assert 1 < values[0] < values[1] < values[2]
+    # The spread of normal draws is below its bound in all but 5 % of the cases.
+    draws = np.random.default_rng(0).standard_normal((4000, 6)).std(1, ddof=1)
+    below = np.mean([bounded(s, 5.0, 1) < 1.0 for s in draws])
+    assert 0.03 < below < 0.07
+
+
+def test_measures_of_a_curved_network() -> None:
+    """Every measure from the same draws; linear ones within their errors."""
+    oracle = CURVED.dense()
+    names = ["hessian_trace", "kappa_trace", "rho", "relative_flatness", "minimum_sharpness"]
+    report = sf.measure(CURVED.model(), CURVED.data(), measures=names)
+    assert set(report) == set(names)
+    trace = report["hessian_trace"]
+    assert not trace.exact
+    assert abs(trace.value - float(oracle.hessian.trace())) < 5 * trace.stderr
+    probed = sf.measure(CURVED.model(), CURVED.data(), measures=names, estimator=sf.Hutchinson(400))
+    for name in ("kappa_trace", "rho"):
+        one, other = report[name], probed[name]
+        assert abs(one.value - other.value) < 5 * math.hypot(one.stderr, other.stderr), name
+
+
+def test_float32_and_float64_draw_the_same() -> None:
+    wide = sf.trace(CURVED.model(), CURVED.data(), estimator=OWN[0])
+    narrow = sf.trace(CURVED.model(torch.float32), CURVED.data(torch.float32), estimator=OWN[0])
+    assert narrow.total == pytest.approx(wide.total, rel=1e-3)
+
+
+def test_many_classes_are_drawn_with_the_rest() -> None:
+    case = replace(CURVED, build=lambda: deep(30))
+    x, y = case.data()
+    oracle = Dense(case.model(), x, y)
+    result = sf.trace(case.model(), (x, y), max_directions=10)
+    agrees(result, oracle.blocks(oracle.hessian))
+    assert result.details["4.weight"].rule == "sketch"
+    assert "max_directions=29" in result.details["4.weight"].reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "draws", "seeds"),
+    [
+        (sf.PropagatedCurvature, 4, 40),
+        (sf.ActivationProbes, 4, 40),
+        *(
+            pytest.param(kind, draws, 200, marks=pytest.mark.slow)
+            for kind in (sf.PropagatedCurvature, sf.ActivationProbes)
+            for draws in (4, 16)
+        ),
+    ],
+)
+@pytest.mark.parametrize("samples", [1, 3, 12])
+def test_errors_hold(kind: Any, draws: int, seeds: int, samples: int) -> None:
+    torch.manual_seed(2)
+    layers = nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 3)
+    model = nn.Sequential(*layers).double()
+    x, y = torch.randn(samples, 8).double(), torch.arange(samples) % 3
+    x[:2] *= 4  # two samples carry most of it
+    oracle = Dense(model, x, y)
+    truth = {name: float(b.trace()) for name, b in oracle.blocks(oracle.hessian).items()}
+    found = [sf.trace(model, (x, y), estimator=kind(draws, seed)) for seed in range(seeds)]
+    for name in ("0.weight", "0.bias"):
+        details = [each.details[name] for each in found]
+        errors = [detail.value - truth[name] for detail in details]
+        holds(errors, [float(d.stderr) for d in details], [d.degrees for d in details])
+    total = float(oracle.hessian.trace())
+    holds([r.total - total for r in found], [r.stderr for r in found], [r.degrees for r in found])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_errors_hold_after_a_stop_at_the_tolerance(name: str) -> None:
+    torch.manual_seed(3)
+    if name == "gated":
+        model: nn.Module = Gated().double().eval()
+        x, y = torch.randn(6, 1, 4, 4).double(), torch.arange(6) % 3
+    else:
+        model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        x, y = torch.randn(12, 8).double(), torch.arange(12) % 3
+        x[:2] *= 4
+    truth = float(Dense(model, x, y).hessian.trace())
+    found = [sf.trace(model, (x, y), seed=seed, tolerance=0.2) for seed in range(200)]
+    holds([r.total - truth for r in found], [r.stderr for r in found], [r.degrees for r in found])
