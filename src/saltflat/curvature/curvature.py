@@ -257,8 +257,10 @@ class Curvature:
             refutation = sweep.run(self.risk.batches(), plan)
         except StoreFull:
             return {}
+        if refutation:
+            return {}
         scale, served = divisor(self.loss, sweep.normaliser), set(fit) - store.unserved
-        return {} if refutation else {name: store.product(name, scale) for name in served}
+        return {name: store.product(name, scale) for name in served}
 
     def quadratures(self, names: Sequence[str], probes: int, steps: int) -> list[Quadrature]:
         """Nodes and weights of the spectrum that random vectors see, of the blocks together."""
