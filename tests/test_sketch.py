@@ -114,7 +114,7 @@ def test_weights_that_feed_themselves_are_probed() -> None:
     assert abs(report["hessian_trace"].value - truth) < 5 * report["hessian_trace"].stderr
 
 
-@pytest.mark.parametrize("tolerance", [0.5, 0.05])
+@pytest.mark.parametrize("tolerance", [0.5, 0.2])
 def test_tolerance(tolerance: float) -> None:
     result = sf.trace(CURVED.model(), CURVED.data(), tolerance=tolerance)
     ggn = sf.trace(CURVED.model(), CURVED.data(), curvature="ggn")
