@@ -232,7 +232,8 @@ def test_errors_hold_after_a_stop_at_the_tolerance(name: str) -> None:
         model: nn.Module = Gated().double().eval()
         x, y = torch.randn(6, 1, 4, 4).double(), torch.arange(6) % 3
     else:
-        model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        layers = nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 3)
+        model = nn.Sequential(*layers).double()
         x, y = torch.randn(12, 8).double(), torch.arange(12) % 3
         x[:2] *= 4
     truth = float(Dense(model, x, y).hessian.trace())
