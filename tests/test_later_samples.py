@@ -100,6 +100,42 @@ def test_sketches_look_too() -> None:
     agrees(result, oracle.blocks(oracle.ggn), sigmas=5)
 
 
+class CurvedLater(nn.Module):
+    """Piecewise linear on the first batch, curved on a later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        late = x[:, :1] > 3
+        h = torch.where(late, 2 * h.tanh(), h.relu()) if bool(late.any()) else h.relu()
+        out: Tensor = self.c(self.b(h).relu())
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The outputs have")
+@pytest.mark.parametrize("directions", [1, 1000])
+@pytest.mark.parametrize(
+    "estimator", [None, sf.Hutchinson(60), sf.PropagatedCurvature(60), sf.ActivationProbes(60)]
+)
+def test_estimates_of_what_is_curved_later(estimator: Any, directions: int) -> None:
+    """Draws of the Gauss–Newton part alone would be wrong in silence."""
+    model = CurvedLater()
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double()
+    x[8:, 0] += 9
+    y = torch.arange(16) % 4
+    oracle = Dense(model, x, y)
+    rest = float((oracle.hessian - oracle.ggn).trace())
+    assert abs(rest) > 0.1 * float(oracle.ggn.trace()), "negative control: it is curved"
+    data = [(x[:8], y[:8]), (x[8:], y[8:])]
+    result = sf.trace(model, data, estimator=estimator, max_directions=directions)
+    agrees(result, oracle.blocks(oracle.hessian), sigmas=5)
+
+
 # company
 
 

@@ -362,6 +362,17 @@ class Hidden:
         return iter(self.data)
 
 
+@pytest.mark.parametrize("estimator", [None, sf.PropagatedCurvature(8), sf.ActivationProbes(8)])
+def test_shuffling_does_not_look_like_coupling(estimator: Any) -> None:
+    """Draws read the data again, in another order than that in which the model was looked at."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(X.shape[1], 9), nn.GELU(), nn.Linear(9, 3)).double()
+    found = sf.trace(model, Hidden(Reordered()), estimator=estimator)
+    assert found.details["2.weight"].exact
+    assert found.details["0.weight"].rule in ("propagated", "activation probes")
+    assert "depend on the other samples" not in found.details["0.weight"].reason
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_shuffling_loaders(own: bool) -> None:
     generator = torch.Generator().manual_seed(1) if own else None

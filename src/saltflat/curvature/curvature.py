@@ -254,7 +254,7 @@ class Curvature:
         parts = self.risk, self.loss, dict.fromkeys(fit, _TRACE), self.settings
         sweep = ExactPass(*parts, weights={}, must_be_linear=hessian, store=store)
         try:
-            refutation = sweep.run(self.risk.batches(), plan)
+            refutation = sweep.run(self.risk.batches())
         except StoreFull:
             return {}
         if refutation:
@@ -488,7 +488,7 @@ class _Search:
         if self.hessian and not self.shared_noise:
             refutation = self._estimated({**curved, **rest})
         else:
-            done = self._estimation(curved, curved=None).run()
+            done = self._estimation(curved, curved=frozenset()).run()
             if isinstance(done, Refutation):
                 return done
             tally, _ = done
@@ -532,7 +532,7 @@ class _Search:
         few = min(FEW_DIRECTIONS, self.settings.max_directions)
         if self._directions(next(self.risk.batches())) <= few:
             sweep = self._pass(requests, must_be_linear=False)
-            refutation = sweep.run(self.risk.batches(), self.plan)
+            refutation = sweep.run(self.risk.batches())
             if refutation and not refutation.directions:
                 return refutation
             known = {} if refutation else fetched(sweep.values())
@@ -563,7 +563,7 @@ class _Search:
         self,
         requests: Requests,
         *,
-        curved: frozenset[str] | None,
+        curved: frozenset[str],
         known: Mapping[tuple[Kind, str], Tensor] | None = None,
     ) -> Estimation:
         loss, traces = self.whole.loss, self.findings.quantities.get("trace")
@@ -579,6 +579,7 @@ class _Search:
             requests,
             self.plan,
             self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed,
+            self.hessian,
             curved,
             self.groups,
             known or {},

@@ -162,13 +162,14 @@ def patch_entries(use: Use) -> int:
     return prod((*seen[:2], *window.kernel, *positions[2:]))
 
 
-def plan_for(risk: Risk, batch: Batch, certify: Certify) -> Plan:
-    """The plan for batches like this one, found on its first samples.
+def plan_for(risk: Risk, batch: Batch, certify: Certify, *, anew: bool = False) -> Plan:
+    """The plan for batches like this one, found on some of its samples.
 
-    It is kept for the call: what holds from batch to batch is looked at on every chunk.
+    It is kept for the call: what holds from batch to batch is looked at on every chunk. `anew` has
+    it made of this very batch, whose samples then have known outputs.
     """
     key = batch.size > 1, leaf_shapes(batch), certify
-    if key in risk.plans:
+    if key in risk.plans and not anew:
         plan: Plan = risk.plans[key]
         return plan
     # A few samples, and no more than a small share of the work ahead.

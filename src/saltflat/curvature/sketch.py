@@ -80,7 +80,7 @@ class SketchPass(Pass):
     """Draws of every chunk. `traces` holds (draws, samples) for every block, `sums` the rest."""
 
     sketch: Sketch = field(kw_only=True)
-    traces: dict[str, list[Tensor]] = field(default_factory=dict)
+    traces: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # by block, first sample
     shiftless: set[str] = field(default_factory=set)  # probed blocks that probes cannot serve
 
     def copes(self, plan: Plan) -> bool:
@@ -97,15 +97,16 @@ class SketchPass(Pass):
 
     def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
         if key[0] == "trace":
-            self.traces.setdefault(key[1], []).append(value)
+            self.traces.setdefault(key[1], {})[self.samples - value.shape[1]] = value.cpu()
         else:
             super().commit(key, value)
 
     def trace(self, name: str) -> Tensor:
-        """(draws, samples), not divided by the loss's normaliser."""
-        if name in self.traces:
-            return torch.cat(self.traces[name], 1)
-        return torch.zeros(len(self.sketch.draws), self.samples, dtype=torch.float64)
+        """(draws, samples), not divided by the loss's normaliser; 0 where nothing arrived."""
+        whole = torch.zeros(len(self.sketch.draws), self.samples, dtype=torch.float64)
+        for start, part in self.traces.get(name, {}).items():
+            whole[:, start : start + part.shape[1]] = part
+        return whole
 
     def measure(self, chunk: Chunk) -> Refutation | None:
         sketch, plan = self.sketch, chunk.plan
@@ -233,7 +234,7 @@ class Tally:
     def add(self, done: SketchPass, groups: int) -> None:
         """The draws of one more pass over all samples."""
         self.scale = divisor(done.loss, done.normaliser)
-        traces = {name: done.trace(name).cpu() for name in self.names}
+        traces = {name: done.trace(name) for name in self.names}
         traces[_ALL] = torch.stack(list(traces.values())).sum(0)
         fresh = len(done.sketch.draws)
         both = self.count + fresh
@@ -364,7 +365,8 @@ class Estimation:
     requests: Requests
     plan: Plan
     seed: int
-    curved: frozenset[str] | None  # the blocks that are; None for the Gauss–Newton matrix
+    hessian: bool  # not the Gauss–Newton matrix
+    curved: frozenset[str]  # blocks whose rest is drawn; that of the others must vanish
     groups: int
     known: Mapping[tuple[Kind, str], Tensor] = field(default_factory=dict)
     elsewhere: float = 0.0
@@ -373,20 +375,22 @@ class Estimation:
 
     def run(self) -> tuple[Tally, Ways] | Refutation:
         """Draw until all errors are within the tolerance, or the budget is spent."""
-        few = self._few()
-        gauss_newton = self._gauss_newton(few)
-        if isinstance(gauss_newton, Refutation):
-            return gauss_newton
-        ways = self._ways(few, gauss_newton)
-        if isinstance(ways, Refutation):
-            return ways
+        ways, gauss_newton = Ways(self.curved), dict[str, float]()
+        if self.fixed is None or isinstance(self.fixed, ActivationProbes):
+            few = self._few()
+            rough = self._gauss_newton(few)
+            if isinstance(rough, Refutation):
+                return rough
+            chosen = self._ways(few, rough)
+            if isinstance(chosen, Refutation):
+                return chosen
+            ways, gauss_newton = chosen, rough
         tally = Tally(self.requests, self.known)
         checkpoint = 0
         while (target := self._next(tally, ways)) > tally.count:
             draws = range(tally.count, target)
             parts = ways.propagated, ways.probed, ways.scales
-            hessian = self.curved is not None
-            sketch = Sketch(self.seed, draws, self._draws_loss, hessian, *parts)
+            sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts)
             done, refutation = self._pass(sketch)
             if refutation is not None:
                 return refutation
@@ -426,7 +430,7 @@ class Estimation:
     ) -> tuple[SketchPass, Refutation | None]:
         parts = self.risk, self.loss, self.requests, self.settings, self.weights
         done = SketchPass(*parts, sketch=sketch)
-        refutation = done.run(self.risk.batches() if batches is None else batches, self.plan)
+        refutation = done.run(self.risk.batches() if batches is None else batches)
         return done, refutation
 
     def _target(self, value: float, gauss_newton: float, whole: float) -> float:
@@ -466,12 +470,10 @@ class Estimation:
 
     def _ways(self, few: list[Batch], gauss_newton: Mapping[str, float]) -> Ways | Refutation:
         """How the rest of the blocks is drawn: as was asked, or as a pilot decides."""
-        names = self.curved or NOTHING
+        names = self.curved
         propagated = Ways(names)
-        asked = self.fixed is not None
-        only_traces = not any(kinds - {"trace"} for kinds in self.requests.values())
-        if not names or not only_traces or (asked and not isinstance(self.fixed, ActivationProbes)):
-            return propagated
+        if not names or any(kinds - {"trace"} for kinds in self.requests.values()):
+            return propagated  # of all but traces the probes give nothing
         draws, seed = range(_PILOT_DRAWS), mixed(self.seed, 2)
         one, refutation = self._pass(Sketch(seed, draws, False, False, names), few)
         if refutation is not None:
@@ -482,7 +484,7 @@ class Estimation:
         if other is None or isinstance(other, Refutation):
             return propagated if other is None else other
         probed = other.sketch.probed
-        if asked:
+        if self.fixed is not None:
             return Ways(names - probed, probed, scales, groups=self._groups)
         return self._cheapest(one, other, gauss_newton)
 
@@ -506,7 +508,7 @@ class Estimation:
         self, one: SketchPass, other: SketchPass, gauss_newton: Mapping[str, float]
     ) -> Ways:
         """The ways that reach the tolerance with the fewest gradients, by two pilots."""
-        names, probed, scales = self.curved or NOTHING, other.sketch.probed, other.sketch.scales
+        names, probed, scales = self.curved, other.sketch.probed, other.sketch.scales
         spreads = {n: (_variance(one, n), _variance(other, n)) for n in probed}
         ratios = {n: b / a if a > 0 else inf for n, (a, b) in spreads.items()}
         better = frozenset(n for n in probed if ratios[n] < 1)

@@ -266,11 +266,15 @@ class Pass(ABC):
         known = self.sums.get(key)
         self.sums[key] = value.double() if known is None else known.add_(value)
 
-    def run(self, batches: Iterable[Batch], first: Plan) -> Refutation | None:
-        """Go through all samples; `first` plans the first batch."""
+    def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
+        """Go through all samples; `first` plans the first batch, if that was looked at before.
+
+        It was not where the data are read again: they may come in another order.
+        """
         for index, batch in enumerate(batches):
-            known = index == 0 and batch.size > 1
-            plan = first if known else plan_for(self.risk, batch, self.settings.certify)
+            plan = first if index == 0 and batch.size > 1 else None
+            if plan is None:
+                plan = plan_for(self.risk, batch, self.settings.certify, anew=index == 0)
             if refutation := self._batch(batch, index, plan):
                 return refutation
         if self._additivity is not None and not self._additivity.holds_together():
