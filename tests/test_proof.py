@@ -416,6 +416,17 @@ ROWS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
         True,
     ),
     "rows by strides": (lambda w: w.as_strided((6, 6), (1, 6)), False),
+    "turned and turned back": (lambda w: w.T.relu().T, True),
+    "queries, keys, values": (
+        lambda w: torch.stack(list(w.reshape(6, 1, 3, 2).permute(2, 0, 1, 3)), 1).sum(1),
+        True,
+    ),
+    "selected from the end": (lambda w: w.reshape(6, 3, 2).movedim(1, 0)[-1], True),
+    "the wrong third": (lambda w: w.reshape(3, 2, 6).movedim(1, 0).reshape(6, 6), False),
+    "turned in another way": (lambda w: w.reshape(6, 2, 3).transpose(0, 1).reshape(6, 6), False),
+    "both ways": (lambda w: w + w.T, False),
+    "columns cut": (lambda w: w.T.reshape(2, 3, 6).flatten(0, 1).T, True),
+    "columns of two": (lambda w: w.T.reshape(12, 3).reshape(6, 6).T, False),
     "scattered": (lambda w: torch.zeros_like(w).scatter_add(0, INDEX, w), False),
 }
 

@@ -279,6 +279,28 @@ def test_convolutions_with_gates() -> None:
     agree(Passed(Gated(), torch.randn(2, 1, 4, 4), torch.tensor([0, 2])))
 
 
+class Windows(nn.Module):
+    """Convolutions with groups, strides, dilation and padding, and one with a computed kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = nn.ConvTranspose2d(2, 4, 3, 2, 1, output_padding=1, groups=2)
+        self.gather = nn.Conv2d(4, 6, 2, 2, dilation=2, groups=2)
+        self.kernel, self.last = nn.Linear(2, 6), nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gather(self.spread(x).tanh()).tanh()
+        kernels = self.kernel(x.mean((2, 3))).sigmoid()
+        out = F.conv2d(y.flatten(0, 1)[None], kernels.reshape(len(x), 6, 1, 1), groups=len(x))
+        last: Tensor = self.last(out[0].mean((1, 2))[:, None])
+        return last
+
+
+def test_windows_of_all_kinds() -> None:
+    unprobed = frozenset({"spread.weight", "spread.bias"})
+    agree(Passed(Windows(), torch.randn(2, 2, 3, 3), torch.tensor([0, 2])), unprobed=unprobed)
+
+
 @pytest.mark.parametrize("cell", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_weights_feed_themselves(cell: Callable[..., nn.RNNBase]) -> None:
     passed = Passed(Recurrent(cell), torch.randn(2, 3, 2), torch.tensor([0, 2]))

@@ -87,6 +87,11 @@ class Batch:
         inputs, targets = tree_unflatten(cut, structure)
         return Batch(inputs, targets, size, self.where, self.rows)
 
+    def equals(self, other: Batch) -> bool:
+        """Whether another batch holds the same."""
+        mine, its = self.leaves(), other.leaves()
+        return len(mine) == len(its) and all(map(_same, mine, its))
+
     def answered(self, outputs: Tensor) -> Batch:
         """The same samples with outputs in the place of inputs."""
         behind = len(tree_leaves(self.inputs))

@@ -19,12 +19,14 @@ would move x as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from saltflat.curvature.proof import leaves_first
 from saltflat.curvature.rules import Rows, Shift, Use
 
 
@@ -51,9 +53,10 @@ class ProbedChunk:
                     if name in names and calls.count(name) == 1:
                         self.shifts[name] = k, shift
         self.edges = [use.edge for use, _ in self.uses]
-        gradients = torch.autograd.grad(
-            outputs, self.edges, slope, create_graph=True, allow_unused=True
-        )
+        with _plain_convolutions(outputs):
+            gradients = torch.autograd.grad(
+                outputs, self.edges, slope, create_graph=True, allow_unused=True
+            )
         # Those that depend on what may be shifted.
         self.gradients = {
             k: g for k, g in enumerate(gradients) if g is not None and g.requires_grad
@@ -86,3 +89,62 @@ class ProbedChunk:
                 each = rows.first(t * image).flatten(1).sum(1, dtype=torch.float64)
                 values[name] = each / scale.get(name, 1.0) ** 2
         return values
+
+
+@contextmanager
+def _plain_convolutions(outputs: Tensor) -> Iterator[None]:
+    """Gradients through convolutions whose own derivative is one more convolution.
+
+    Torch's also has the weight's part, whether or not it is asked for: by a loop over the groups,
+    as many convolutions as a depthwise one has channels.
+    """
+    hooks = [
+        node.register_hook(_replaced(node))
+        for node, name, children in leaves_first(outputs.grad_fn)
+        if name == "ConvolutionBackward0" and (weight := children[1][0]) is not None
+        if hasattr(weight, "variable")  # no result of other operations, that may be asked for
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _replaced(node: Any) -> Callable[..., tuple[Tensor | None, ...] | None]:
+    def hook(
+        gradients: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        if gradients[0] is None or arrived[0] is None:
+            return None
+        plain: Tensor = _InputGradient.apply(arrived[0], node)  # type: ignore[no-untyped-call]
+        return plain, *gradients[1:]
+
+    return hook
+
+
+@final
+class _InputGradient(torch.autograd.Function):
+    """The gradient of a convolution in its input, as a function of that in its results."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor, node: Any) -> Tensor:
+        ctx.weight = node._saved_weight.detach()
+        ctx.geometry = (
+            node._saved_stride,
+            node._saved_padding,
+            node._saved_dilation,
+            node._saved_transposed,
+            node._saved_output_padding,
+            node._saved_groups,
+        )
+        given = node._saved_input.detach(), ctx.weight, None
+        wanted = [True, False, False]
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            arrived, *given, *ctx.geometry, wanted
+        )[0]
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor, None]:
+        return torch.convolution(along[0], ctx.weight, None, *ctx.geometry), None

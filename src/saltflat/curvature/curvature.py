@@ -488,7 +488,7 @@ class _Search:
         if self.hessian and not self.shared_noise:
             refutation = self._estimated({**curved, **rest})
         else:
-            done = self._estimation(curved, curved=frozenset()).run()
+            done = self._estimation(curved, frozenset()).run()
             if isinstance(done, Refutation):
                 return done
             tally, _ = done
@@ -529,16 +529,15 @@ class _Search:
     def _draw(self, requests: Requests) -> Refutation | None:
         """Blocks of the Hessian by noise of every sample's own."""
         known: dict[tuple[Kind, str], Tensor] = {}
-        few = min(FEW_DIRECTIONS, self.settings.max_directions)
-        if self._directions(next(self.risk.batches())) <= few:
+        count = self._directions(next(self.risk.batches()))
+        if count <= min(FEW_DIRECTIONS, self.settings.max_directions):
             sweep = self._pass(requests, must_be_linear=False)
             refutation = sweep.run(self.risk.batches())
             if refutation and not refutation.directions:
                 return refutation
             known = {} if refutation else fetched(sweep.values())
         curved = frozenset(name for name in requests if name in self.plan.curved)
-        estimation = self._estimation(requests, curved=curved, known=known)
-        done = estimation.run()
+        done = self._estimation(requests, curved, known, count if known else 0).run()
         if isinstance(done, Refutation):
             return done
         tally, ways = done
@@ -562,9 +561,9 @@ class _Search:
     def _estimation(
         self,
         requests: Requests,
-        *,
         curved: frozenset[str],
         known: Mapping[tuple[Kind, str], Tensor] | None = None,
+        swept: int = 0,
     ) -> Estimation:
         loss, traces = self.whole.loss, self.findings.quantities.get("trace")
         assert isinstance(loss, Loss)
@@ -583,6 +582,7 @@ class _Search:
             curved,
             self.groups,
             known or {},
+            swept,
             traces.total if traces else 0.0,
             fixed,
         )

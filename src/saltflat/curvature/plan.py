@@ -92,8 +92,9 @@ class Plan:
     trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
     narrow: torch.dtype  # the least precise type on the way from parameters to outputs
     channels_last: bool
-    sample_outputs: Tensor  # of the samples that were looked at
-    places: tuple[int, ...]  # where in their batch these are
+    seen: Batch  # the samples that were looked at
+    sample_outputs: Tensor  # of these
+    places: tuple[int, ...]  # where in their batch they are
     width: int  # bytes of an output entry
     outputs: torch.Size  # a sample's
     activations: int  # output entries of the recorded operations, a sample
@@ -104,6 +105,12 @@ class Plan:
     def allows(self, name: str) -> bool:
         """Whether the Gauss–Newton form may serve a parameter's block of the Hessian."""
         return name not in self.curved or name in self.probed
+
+    def was_made_of(self, batch: Batch) -> bool:
+        """Whether a batch has the samples that were looked at, where they were."""
+        return self.places == tuple(batch.places(self.samples)) and self.seen.equals(
+            batch.spread(self.samples)
+        )
 
     def chunk(self, budget: int, times: int) -> int:
         """How many samples fit a budget, if each takes `times` the entries of a forward pass."""
@@ -162,15 +169,15 @@ def patch_entries(use: Use) -> int:
     return prod((*seen[:2], *window.kernel, *positions[2:]))
 
 
-def plan_for(risk: Risk, batch: Batch, certify: Certify, *, anew: bool = False) -> Plan:
+def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -> Plan:
     """The plan for batches like this one, found on some of its samples.
 
-    It is kept for the call: what holds from batch to batch is looked at on every chunk. `anew` has
-    it made of this very batch, whose samples then have known outputs.
+    It is kept for the call: what holds from batch to batch is looked at on every chunk. With `own`
+    it is made of this very batch, some samples of which then have known outputs.
     """
     key = batch.size > 1, leaf_shapes(batch), certify
-    if key in risk.plans and not anew:
-        plan: Plan = risk.plans[key]
+    plan: Plan | None = risk.plans.get(key)
+    if plan is not None and (not own or plan.was_made_of(batch)):
         return plan
     # A few samples, and no more than a small share of the work ahead.
     size = batch.size if batch.size <= 4 else min(8, max(2, batch.size // 32))
@@ -434,6 +441,7 @@ def _sizes(batch: Batch, outputs: Tensor, uses: Sequence[Use]) -> dict[str, Any]
     n = batch.size
     return {
         "samples": n,
+        "seen": batch,
         "places": tuple(range(n)),
         "sample_outputs": outputs.detach(),
         "width": outputs.element_size(),

@@ -219,15 +219,15 @@ class Proof:
     trail: tuple[str, ...]  # the operations in the order of the walk, but for mere layout
     narrow: torch.dtype  # the least precise type that the graph goes through
     edges: Mapping[str, int]  # parameter -> how many operations take it
-    _row_keeper: Mapping[Any, bool]  # every node -> whether no operation above it moves rows
+    _sample_dim: Mapping[Any, int | None]  # every node -> the dimension of its samples, if it has
 
     def keeps_rows(self, node: Any) -> bool:
         """Whether row block i of a node's output reaches the output of sample i alone."""
-        return self._row_keeper.get(node, False)
+        return self._sample_dim.get(node) == 0
 
     def holds(self, node: Any) -> bool:
         """Whether the outputs come by this node."""
-        return node in self._row_keeper
+        return node in self._sample_dim
 
 
 def prove(
@@ -269,7 +269,7 @@ def prove(
         tuple(trail),
         _narrowest(order, outputs),
         _edges(order, parameters),
-        _row_keepers(order, len(outputs) if outputs.ndim else 1),
+        _sample_dims(order, len(outputs) if outputs.ndim else 1),
     )
 
 
@@ -411,24 +411,71 @@ _ALONG = {
 # fmt: on
 
 
-def _row_keepers(order: Sequence[Visit], samples: int) -> dict[Any, bool]:
-    """For every node, whether row block i reaches only the output of sample i.
+def _sample_dims(order: Sequence[Visit], samples: int) -> dict[Any, int | None]:
+    """For every node the dimension of its result whose entries reach one sample's output each.
 
-    From the outputs down: an operand keeps its rows if all that it goes into do, and take from it
-    no row but their own.
+    From the outputs down: an operand keeps its samples apart if all that it goes into do, along
+    the same dimension, and take from it nothing but their own. Dimension 0 may hold a block of
+    rows for each sample, any other one entry. None where samples mix, or may do so.
     """
-    keepers = {node: True for node, _, _ in order}
+    dims: dict[Any, int | None] = {order[-1][0]: 0} if order else {}
     sizes: dict[Any, Sequence[int]] = {}
     for node, name, children in reversed(order):
+        dim = dims[node]
         for position, (child, output) in enumerate(children):
-            if child is None or not keepers[child]:
+            if child is None or dims.get(child, 0) is None:
                 continue
-            if keepers[node] and samples > 1:
+            if dim is not None and samples > 1:
                 shapes = _shape(child, output, sizes), _shape(node, 0, sizes)
-                keepers[child] = _local(node, name, position, *shapes, samples)
+                here = _operand_dim(node, name, position, *shapes, samples, dim)
             else:
-                keepers[child] = keepers[node]
-    return keepers
+                here = dim
+            dims[child] = here if dims.get(child, here) == here else None
+    return dims
+
+
+def _operand_dim(
+    node: Any,
+    name: str,
+    position: int,
+    shape: Sequence[int],
+    into: Sequence[int],
+    samples: int,
+    dim: int,
+) -> int | None:
+    """Where an operand has its samples, if the result has them along `dim`."""
+    if dim == 0 and _local(node, name, position, shape, into, samples):
+        return 0
+    if dim >= len(into) or into[dim] != samples:
+        return None
+    if name in _VIEW:
+        before = prod(into[:dim])
+        places = (d for d in range(len(shape)) if prod(shape[:d]) == before)
+        return next((d for d in places if shape[d] == samples), None)
+    there = _moved_from(node, name, len(into), dim)
+    if there is None and len(shape) == len(into):
+        along = _ALONG.get(name)
+        beside = along is not None and dim not in _dims(node, along, len(into))
+        there = dim if beside or name in _POINTWISE or name == "Expand" else None
+    fits = there is not None and there < len(shape) and shape[there] == samples
+    return there if fits else None
+
+
+def _moved_from(node: Any, name: str, ndim: int, dim: int) -> int | None:
+    """Where in its operand an operation that moves whole dimensions takes one from."""
+    if name == "Permute" and node._saved_dims:
+        return int(node._saved_dims[dim]) % ndim
+    if name == "Transpose":
+        one, other = (signed(d) % ndim for d in (node._saved_dim0, node._saved_dim1))
+        return {one: other, other: one}.get(dim, dim)
+    if name in ("Select", "Unbind"):
+        return dim + (signed(node._saved_dim) % (ndim + 1) <= dim)
+    return None
+
+
+def signed(dim: int) -> int:
+    """Negative dimensions come as unsigned numbers."""
+    return dim - (1 << 64) if dim >> 63 else dim
 
 
 def _shape(node: Any, output: int, known: dict[Any, Sequence[int]]) -> Sequence[int]:
@@ -488,8 +535,7 @@ def _dims(node: Any, attributes: Sequence[str], ndim: int) -> set[int]:
         if value is None or value == ():
             return set(range(ndim))
         for dim in value if isinstance(value, tuple) else (value,):
-            # Negative ones come as unsigned numbers.
-            dims.add((dim - (1 << 64) if dim >> 63 else dim) % ndim)
+            dims.add(signed(dim) % ndim)
     return dims
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from saltflat.curvature.proof import curved_pairs, leaves_first
+from saltflat.curvature.proof import curved_pairs, leaves_first, signed
 from saltflat.curvature.rules import Use
 
 Sides = tuple[list[Tensor], list[Tensor]]  # a and b, a tensor an operand
@@ -366,20 +366,14 @@ def _first(deltas: Sequence[Tensor | None]) -> Tensor:
 
 
 def _softmax(at: CurvedNode, deltas: Sequence[Tensor | None]) -> list[Operation]:
-    p, dim = at.node._saved_result.detach(), _dim(at.node)
+    p, dim = at.node._saved_result.detach(), signed(at.node._saved_dim)
     return [Softmax([at.edge(0)], p, _first(deltas), dim)]
 
 
 def _log_softmax(at: CurvedNode, deltas: Sequence[Tensor | None]) -> list[Operation]:
-    delta, dim = _first(deltas), _dim(at.node)
+    delta, dim = _first(deltas), signed(at.node._saved_dim)
     p = at.node._saved_result.detach().exp()
     return [LogSoftmax([at.edge(0)], p, delta.sum(dim, keepdim=True), dim)]
-
-
-def _dim(node: Any) -> int:
-    """torch keeps dimensions as unsigned numbers."""
-    dim: int = node._saved_dim
-    return dim - 2**64 if dim >= 2**63 else dim
 
 
 def _layer_norm(at: CurvedNode, deltas: Sequence[Tensor | None]) -> list[Operation]:

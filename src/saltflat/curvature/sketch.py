@@ -304,15 +304,15 @@ def bounded(stderr: float, degrees: float, checkpoint: int) -> float:
     return stderr * sqrt(degrees / float(chi2.ppf(0.1 / 2**checkpoint, degrees)))
 
 
-# What passes cost, in gradients over the same data: a pass without draws, then each draw. Measured
-# on a language model on an H200. A convolution's groups each cost a call of their own when it is
-# differentiated twice.
-_SETUP, _LOSS, _PROPAGATED, _PROBED, _PROBED_GROUP = 4.0, 1.2, 4.0, 6.0, 0.03
+# What things cost, in gradients over the same data: a look at the model with its checks and pilots,
+# a direction of an exact sweep, a pass without draws, then each draw. Measured on a language model
+# on an H200.
+_LOOK, _DIRECTION, _SETUP, _LOSS, _PROPAGATED, _PROBED = 14.0, 0.4, 3.0, 1.2, 4.0, 2.0
 
 # A sample with more directions than this has its loss's Hessian drawn, not swept over.
 FEW_DIRECTIONS = 16
 
-_PILOT_SAMPLES, _PILOT_DRAWS = 16, 2
+_PILOT_SAMPLES, _PILOT_DRAWS = 8, 2
 _MOST_DRAWS = 4096
 # Samples times draws: so few signs may agree by chance.
 _LEAST_SIGNS = 64
@@ -327,12 +327,10 @@ class Ways:
     probed: frozenset[str] = NOTHING
     scales: Mapping[str, float] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)  # variance of probes / propagated
-    groups: int = 0  # of all convolutions that have several
 
     def cost(self, loss: bool) -> float:
         """Of one draw, in gradients."""
-        probe = _PROBED + _PROBED_GROUP * self.groups
-        cost = _PROPAGATED * bool(self.propagated) + probe * bool(self.probed)
+        cost = _PROPAGATED * bool(self.propagated) + _PROBED * bool(self.probed)
         return cost + _LOSS * (loss and (bool(self.probed) or not self.propagated))
 
     def rule(self, name: str) -> str:
@@ -354,8 +352,8 @@ class Ways:
 class Estimation:
     """The draws of some blocks, from the first pilot to the last checkpoint.
 
-    `known` is their Gauss–Newton part where that was swept over; `elsewhere` is the trace of the
-    blocks that others compute. `groups` of the draws are kept.
+    `known` is their Gauss–Newton part where `swept` directions gave it; `elsewhere` is the trace of
+    the blocks that others compute. `groups` of the draws are kept.
     """
 
     risk: Risk
@@ -369,9 +367,10 @@ class Estimation:
     curved: frozenset[str]  # blocks whose rest is drawn; that of the others must vanish
     groups: int
     known: Mapping[tuple[Kind, str], Tensor] = field(default_factory=dict)
+    swept: int = 0
     elsewhere: float = 0.0
     fixed: OwnNoise | None = None  # the number of draws, and the way
-    spent: float = 0.0  # gradients
+    spent: float = field(default=_LOOK, init=False)  # gradients
 
     def run(self) -> tuple[Tally, Ways] | Refutation:
         """Draw until all errors are within the tolerance, or the budget is spent."""
@@ -385,6 +384,7 @@ class Estimation:
             if isinstance(chosen, Refutation):
                 return chosen
             ways, gauss_newton = chosen, rough
+        self.spent += self.swept * _DIRECTION
         tally = Tally(self.requests, self.known)
         checkpoint = 0
         while (target := self._next(tally, ways)) > tally.count:
@@ -417,21 +417,20 @@ class Estimation:
         return count + more if 4 * more >= count else count
 
     @property
-    def _groups(self) -> int:
-        return sum(m.groups for m in self.plan.matrices.values() if m.groups > 1)
-
-    @property
     def _draws_loss(self) -> bool:
         """Whether the Gauss–Newton part is drawn too."""
         return not self.known
 
     def _pass(
-        self, sketch: Sketch, batches: Iterable[Batch] | None = None
+        self, sketch: Sketch, few: Iterable[Batch] | None = None
     ) -> tuple[SketchPass, Refutation | None]:
+        """A pass over all samples, or over a few whose draws are thrown away."""
         parts = self.risk, self.loss, self.requests, self.settings, self.weights
         done = SketchPass(*parts, sketch=sketch)
-        refutation = done.run(self.risk.batches() if batches is None else batches)
-        return done, refutation
+        if few is None:
+            return done, done.run(self.risk.batches())
+        # Elsewhere in their batch than those that were looked at.
+        return done, done.run(few, replace(self.plan, places=()))
 
     def _target(self, value: float, gauss_newton: float, whole: float) -> float:
         """The standard error that a block's trace may have."""
@@ -478,15 +477,26 @@ class Estimation:
         one, refutation = self._pass(Sketch(seed, draws, False, False, names), few)
         if refutation is not None:
             return refutation
-        largest = max(gauss_newton.values(), default=0.0)
-        scales = {n: max(g, 1e-6 * largest, 1e-30) ** -0.5 for n, g in gauss_newton.items()}
+        scales = self._scales(gauss_newton)
         other = self._probed(few, Sketch(seed, draws, False, False, NOTHING, names, scales))
         if other is None or isinstance(other, Refutation):
             return propagated if other is None else other
         probed = other.sketch.probed
         if self.fixed is not None:
-            return Ways(names - probed, probed, scales, groups=self._groups)
+            return Ways(names - probed, probed, scales)
         return self._cheapest(one, other, gauss_newton)
+
+    def _scales(self, gauss_newton: Mapping[str, float]) -> dict[str, float]:
+        """How loud the probes' noise is in every block: √g / target, for Tr G = g.
+
+        Probes of a block of size g at scale c, beside others of sizes g', have a variance of about
+        g/c² Σ c'² g'; with these scales that is the same multiple of target² everywhere. Blocks
+        that may have an error of many times their size are the quietest.
+        """
+        whole = sum(gauss_newton.values()) + self.elsewhere
+        least = max(1e-6 * max(gauss_newton.values(), default=0.0), 1e-30)
+        sizes = {n: max(g, least) for n, g in gauss_newton.items()}
+        return {n: sqrt(g) / self._target(g, g, whole) for n, g in sizes.items()}
 
     def _probed(self, few: list[Batch], sketch: Sketch) -> SketchPass | Refutation | None:
         """A pilot of the probes, of all blocks that they can serve; None if these are none."""
@@ -525,8 +535,8 @@ class Estimation:
 
         offers = [
             Ways(names, NOTHING, scales, ratios),
-            Ways(names - probed, probed, scales, ratios, self._groups),
-            Ways(names - better, better, scales, ratios, self._groups),
+            Ways(names - probed, probed, scales, ratios),
+            Ways(names - better, better, scales, ratios),
         ]
         return min(offers, key=price)
 

@@ -41,6 +41,7 @@ from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
+from saltflat.session import full_precision
 
 Kind = Literal[
     "trace",
@@ -274,7 +275,7 @@ class Pass(ABC):
         for index, batch in enumerate(batches):
             plan = first if index == 0 and batch.size > 1 else None
             if plan is None:
-                plan = plan_for(self.risk, batch, self.settings.certify, anew=index == 0)
+                plan = plan_for(self.risk, batch, self.settings.certify, own=index == 0)
             if refutation := self._batch(batch, index, plan):
                 return refutation
         if self._additivity is not None and not self._additivity.holds_together():
@@ -395,7 +396,8 @@ class Pass(ABC):
         same = proof.trail == plan.trail and self._all_recorded(plan, live, proof)
         if in_place and same and (alone or not written):
             return plan
-        fast = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
+        with full_precision(self.risk.device):
+            fast = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
         lost = {n for n in plan.dims if n not in fast.dims and n not in fast.dormant}
         if not alone:
             lost |= {n for n, dim in plan.dims.items() if fast.dims.get(n, dim) != dim}
