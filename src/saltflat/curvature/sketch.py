@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from math import inf, log1p, sqrt
 from typing import final
 
 import torch
@@ -530,7 +530,8 @@ class Estimation:
                 done = other if n in ways.probed else one
                 target = self._target(gauss_newton[n] + _mean(done, n), gauss_newton[n], whole)
                 draws = _variance(done, n) / target**2 if target > 0 else 0.0
-                total += min(draws * ways.cost(self._draws_loss), self.settings.gradients)
+                # What is out of reach anyway counts less, but does count.
+                total += log1p(draws * ways.cost(self._draws_loss) / self.settings.gradients)
             return total
 
         offers = [
