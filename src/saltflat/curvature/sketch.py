@@ -528,10 +528,12 @@ class Estimation:
             total = 0.0
             for n in names:
                 done = other if n in ways.probed else one
-                target = self._target(gauss_newton[n] + _mean(done, n), gauss_newton[n], whole)
+                value = gauss_newton[n] + _mean(done, n)
+                target = self._target(value, gauss_newton[n], whole)
                 draws = _variance(done, n) / target**2 if target > 0 else 0.0
                 # What is out of reach anyway counts less, but does count.
-                total += log1p(draws * ways.cost(self._draws_loss) / self.settings.gradients)
+                share = draws * ways.cost(self._draws_loss) / self.settings.gradients
+                total += max(abs(value), gauss_newton[n]) * log1p(share)
             return total
 
         offers = [
