@@ -137,6 +137,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "product of entries": lambda t: t + t.prod(-1, keepdim=True) * t,
     "unit length": lambda t: t / t.norm(dim=-1, keepdim=True),
     "power": lambda t: (t * t + 1) ** torch.sigmoid(t),
+    "power of itself": lambda t: (lambda u: u**u)(t * t + 1),
+    "addcmul of one": lambda t: torch.addcmul(t, t, t),
     "addcmul": lambda t: torch.addcmul(t, t, t.sigmoid()),
     "addcdiv": lambda t: torch.addcdiv(t, t, t.exp() + 1),
     "lerp": lambda t: torch.lerp(t, t.tanh(), t.sigmoid()),

@@ -265,6 +265,14 @@ class CurvedNode:
     def operands(self) -> list[int]:
         return sorted({k for pair in self.pairs for k in pair})
 
+    @property
+    def apart(self) -> list[list[int]]:
+        """The operands, those that are one and the same tensor together, as in pow(x, x)."""
+        same: dict[Any, list[int]] = {}
+        for k in self.operands:
+            same.setdefault(self.node.next_functions[k], []).append(k)
+        return list(same.values())
+
     def edge(self, operand: int) -> GradientEdge:
         return GradientEdge(*self.node.next_functions[operand])
 
@@ -452,7 +460,7 @@ def _anything(at: CurvedNode, deltas: Sequence[Tensor | None]) -> list[Operation
     generator = torch.Generator(like.device).manual_seed(20_250_101)
     image = product([_signs_like(like, shape, generator) for shape in product.shapes])
     scale = [max(float(each.square().mean()), 1e-60) ** 0.25 for each in image]
-    return [AnyOperation([at.edge(k) for k in at.operands], product, scale)]
+    return [AnyOperation(product.edges, product, scale)]
 
 
 def _like(deltas: Sequence[Tensor | None]) -> Tensor:
@@ -481,9 +489,10 @@ class LocalProduct:
         ]
         with torch.enable_grad():
             pulled = call(*given)
-        pulled = pulled if isinstance(pulled, tuple) else (pulled,)
-        self.pulled = [pulled[k] for k in at.operands]
-        self.shapes = tuple(at.shape(k) for k in at.operands)
+            pulled = pulled if isinstance(pulled, tuple) else (pulled,)
+            self.pulled = [_sum([pulled[k] for k in operands]) for operands in at.apart]
+        self.edges = [at.edge(k) for k, *_ in at.apart]
+        self.shapes = tuple(at.shape(k) for k, *_ in at.apart)
 
     def __call__(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         pairs = [
@@ -498,11 +507,7 @@ class LocalProduct:
         hooks = [child.register_prehook(_nothing) for child in children]
         try:
             found = torch.autograd.grad(
-                gradients,
-                [self.at.edge(k) for k in self.at.operands],
-                along,
-                retain_graph=True,
-                allow_unused=True,
+                gradients, self.edges, along, retain_graph=True, allow_unused=True
             )
         finally:
             for hook in hooks:
@@ -511,6 +516,11 @@ class LocalProduct:
             torch.zeros_like(v) if each is None else each
             for each, v in zip(found, vectors, strict=True)
         ]
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return sum(known[1:], known[0]) if known else None
 
 
 def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
