@@ -14,7 +14,8 @@ trace, its diagonal, its forms. Nothing is differentiated twice but single opera
 
 An operation counts for a parameter if it is curved in a pair of operands that the parameter reaches
 both (see `proof`). A parameter that is itself an operand of such a pair (a recurrent weight, a tied
-embedding) feeds itself: its block is not served here.
+embedding) feeds itself: its block is not served here. Neither are those of parameters that reach a
+curved operation on complex numbers, whose M acts on real and imaginary parts.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ class CurvedGraph:
     """What of a graph is curved in some parameters."""
 
     nodes: tuple[CurvedNode, ...]
-    feeding: frozenset[str]  # parameters that reach both sides of a pair, one of them directly
+    unserved: frozenset[str]  # parameters that feed themselves, or meet complex numbers
 
 
 def curved_graph(
@@ -305,7 +306,7 @@ def curved_graph(
     ends = {use.edge.node for use in uses}
     reach: dict[Any, int] = {None: 0}
     direct: dict[Any, int] = {None: 0}
-    nodes, feeding = [], 0
+    nodes, unserved = [], 0
     for node, name, children in leaves_first(outputs.grad_fn):
         if not children:
             reach[node] = direct[node] = bits.get(id(getattr(node, "variable", None)), 0)
@@ -322,14 +323,23 @@ def curved_graph(
             continue
         pairs = []
         for k, j in _pairs_of(node, name, len(below), writes):
-            both = below[k] & below[j]
-            feeding |= both & (straight[k] | straight[j])
-            if both & ~(straight[k] | straight[j]):
+            if not (both := below[k] & below[j]):
+                continue
+            lost = both if _is_complex(node, k, j) else both & (straight[k] | straight[j])
+            unserved |= lost
+            if both & ~lost:
                 pairs.append((k, j))
         if pairs:
             nodes.append(CurvedNode(node, name, tuple(pairs)))
-    fed = frozenset(name for k, name in enumerate(parameters) if feeding >> k & 1)
-    return CurvedGraph(tuple(nodes), fed)
+    names = frozenset(name for k, name in enumerate(parameters) if unserved >> k & 1)
+    return CurvedGraph(tuple(nodes), names)
+
+
+def _is_complex(node: Any, *operands: int) -> bool:
+    """Whether an operation takes or gives complex numbers."""
+    taken = (node.next_functions[k] for k in operands)
+    ends = [child._input_metadata[result] for child, result in taken]
+    return any(end.dtype.is_complex for end in (*node._input_metadata, *ends))
 
 
 def _pairs_of(

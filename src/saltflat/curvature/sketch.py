@@ -115,7 +115,7 @@ class SketchPass(Pass):
         live = live_uses(chunk.uses, plan, frozenset(self.requests))
         parameters = {n: self.risk.parameters[n] for n in curved - lost}
         writes = in_place_writes(self.risk, chunk.batch)
-        lost |= curved_graph(chunk.outputs, parameters, live, writes).feeding
+        lost |= curved_graph(chunk.outputs, parameters, live, writes).unserved
         if lost:
             return Refutation(unserved=lost)
         built: list[Operation] = []
