@@ -363,15 +363,19 @@ def insist_on_derivatives(value: Tensor, by: Iterable[Tensor]) -> None:
     seen = set(waiting)
     while waiting:
         for node in above.get(waiting.pop(), ()):
-            function = getattr(node, "_forward_cls", None)
-            if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE:
-                raise RuntimeError(
-                    f"cannot differentiate twice {node.name()}, which is marked "
-                    "@once_differentiable"
-                )
+            insist_on_derivative(node)
             if node not in seen:
                 seen.add(node)
                 waiting.append(node)
+
+
+def insist_on_derivative(node: Node) -> None:
+    """The same of one node."""
+    function = getattr(node, "_forward_cls", None)
+    if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE:
+        raise RuntimeError(
+            f"cannot differentiate twice {node.name()}, which is marked @once_differentiable"
+        )
 
 
 # What `once_differentiable` wraps around every function is one and the same code.

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from saltflat.curvature.loss_hessian import insist_on_derivative
 from saltflat.curvature.proof import curved_pairs, leaves_first
 from saltflat.curvature.rules import Use
 
@@ -491,6 +492,7 @@ class LocalProduct:
     """
 
     def __init__(self, at: CurvedNode, deltas: Sequence[Tensor | None]) -> None:
+        insist_on_derivative(at.node)
         self.at = at
         call = getattr(at.node, "apply", at.node)
         given = [
