@@ -198,6 +198,29 @@ def test_curvature_that_is_next_to_nothing() -> None:
         assert 0 < result.stderr < 1e-80
 
 
+@pytest.mark.parametrize("classes_first", [False, True])
+def test_confident_samples_keep_their_digits(classes_first: bool) -> None:
+    """Where p is 1 in float32, p − 1 at the label is not 0 but minus the sum of the others."""
+    torch.manual_seed(0)
+    model = deep(3)
+    with torch.no_grad():
+        model[4].bias.copy_(torch.tensor([0.0, 18.0, 0.0]))
+    x, y = torch.randn(8, 6), torch.ones(8, dtype=torch.long)
+    loss: Any = "cross_entropy"
+    if classes_first:
+        model.append(nn.Unflatten(1, (3, 1)))
+        loss, y = nn.CrossEntropyLoss(), y[:, None]
+    estimators = sf.PropagatedCurvature(64), sf.ActivationProbes(64)
+    narrow = [sf.trace(model, (x, y), loss, estimator=each) for each in estimators]
+    norm = sf.measure(model, (x, y), loss, measures=["fisher_rao_norm"])["fisher_rao_norm"]
+    model, x = model.double(), x.double()
+    truth = float(Dense(model, x, y, nn.CrossEntropyLoss()).hessian.trace())
+    for result in narrow:
+        assert abs(result.total - truth) < 5 * result.stderr < 0.2 * truth
+    wide = sf.measure(model, (x, y), loss, measures=["fisher_rao_norm"])["fisher_rao_norm"]
+    assert norm.value == pytest.approx(wide.value, rel=1e-4)
+
+
 @pytest.mark.parametrize("tolerance", [0.5, 0.2])
 def test_tolerance(tolerance: float) -> None:
     result = sf.trace(CURVED.model(), CURVED.data(), tolerance=tolerance)

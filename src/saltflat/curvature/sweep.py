@@ -222,9 +222,19 @@ class Chunk:
 
 
 def slope(loss: Loss, chunk: Chunk) -> Tensor:
-    """The gradient of the (unnormalised) loss in the outputs."""
+    """The gradient of the (unnormalised) loss in the outputs.
+
+    A cross-entropy's adds up to 0 over the classes. That of a confident sample at its own class,
+    p − 1, has lost its digits to the 1; those of the others have not.
+    """
+    targets = chunk.batch.targets
     at = chunk.outputs.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss.total(at, chunk.batch.targets), at)
+    (gradient,) = torch.autograd.grad(loss.total(at, targets), at)
+    if isinstance(loss, CrossEntropy):
+        dim = loss.dim(at, targets)
+        likeliest = at.detach().argmax(dim, keepdim=True)
+        others = gradient.scatter(dim, likeliest, 0.0)
+        gradient = others.scatter_(dim, likeliest, -others.sum(dim, keepdim=True))
     return gradient
 
 
