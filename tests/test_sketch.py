@@ -11,6 +11,7 @@ import networks as net
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from agree import agrees
 from cases import BY_NAME, Case, normal
 from dense import Dense
@@ -219,6 +220,25 @@ def test_confident_samples_keep_their_digits(classes_first: bool) -> None:
         assert abs(result.total - truth) < 5 * result.stderr < 0.2 * truth
     wide = sf.measure(model, (x, y), loss, measures=["fisher_rao_norm"])["fisher_rao_norm"]
     assert norm.value == pytest.approx(wide.value, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [sf.PropagatedCurvature, sf.ActivationProbes])
+def test_the_size_of_a_loss_does_not_matter(kind: Any) -> None:
+    """A user's loss with many outputs is drawn by products with signs, which have a size."""
+    torch.manual_seed(0)
+    model, x = deep(20).double(), CURVED.data()[0]
+    y = torch.arange(len(x))
+
+    def waves(o: Tensor, y: Tensor) -> Tensor:
+        """Its Hessian has both signs."""
+        return F.cross_entropy(o, y) + (3 * o).sin().sum(1).mean()
+
+    losses = waves, lambda o, y: 1e-6 * waves(o, y)
+    usual, small = (sf.trace(model, (x, y), loss, estimator=kind(64)) for loss in losses)
+    assert small.total == pytest.approx(1e-6 * usual.total, rel=1e-6)
+    assert small.stderr == pytest.approx(1e-6 * usual.stderr, rel=1e-6)
+    truth = float(Dense(model, x, y, waves).hessian.trace())
+    assert abs(usual.total - truth) < 5 * usual.stderr < abs(truth)
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.2])

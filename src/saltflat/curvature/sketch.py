@@ -486,8 +486,9 @@ class Estimation:
         one, refutation = self._pass(Sketch(seed, draws, False, False, names), few)
         if refutation is not None:
             return refutation
-        largest = max(gauss_newton.values(), default=0.0)
-        scales = {n: max(g, 1e-6 * largest, 1e-30) ** -0.5 for n, g in gauss_newton.items()}
+        sizes = {n: abs(g) for n, g in gauss_newton.items()}  # a loss may curve down
+        least = max(1e-6 * max(sizes.values(), default=0.0), 1e-30)
+        scales = {n: max(size, least) ** -0.5 for n, size in sizes.items()}
         other = self._probed(few, Sketch(seed, draws, False, False, NOTHING, names, scales))
         if other is None or isinstance(other, Refutation):
             return propagated if other is None else other
