@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import Dense
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import saltflat as sf
 from saltflat.curvature.activation import ProbedChunk
 from saltflat.curvature.contractions import combine
 from saltflat.curvature.estimators import Signs
@@ -137,6 +139,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "product of entries": lambda t: t + t.prod(-1, keepdim=True) * t,
     "unit length": lambda t: t / t.norm(dim=-1, keepdim=True),
     "power": lambda t: (t * t + 1) ** torch.sigmoid(t),
+    "power of itself": lambda t: (lambda u: u**u)(t * t + 1),
+    "addcmul of one": lambda t: torch.addcmul(t, t, t),
     "addcmul": lambda t: torch.addcmul(t, t, t.sigmoid()),
     "addcdiv": lambda t: torch.addcdiv(t, t, t.exp() + 1),
     "lerp": lambda t: torch.lerp(t, t.tanh(), t.sigmoid()),
@@ -212,7 +216,7 @@ class Passed:
 
     def probed(self) -> tuple[dict[str, float], set[str]]:
         """The expectation of the traces by probes, and what they do not serve."""
-        own = frozenset(self.parameters) - self.graph.feeding
+        own = frozenset(self.parameters) - self.graph.unserved
         places = [(use, self.rows) for use in self.uses]
         probes = ProbedChunk(self.outputs, self.slope, places, own)
         sums = {}
@@ -235,9 +239,9 @@ def agree(passed: Passed, *, unprobed: frozenset[str] = frozenset()) -> None:
     assert largest > 1e-6, "negative control: there is something to find"
     diagonals = passed.propagated(operations(passed.graph, passed.outputs, passed.slope))
     traces, missing = passed.probed()
-    assert missing == unprobed | passed.graph.feeding
+    assert missing == unprobed | passed.graph.unserved
     for name, block in truth.items():
-        if name in passed.graph.feeding:
+        if name in passed.graph.unserved:
             continue
         error = (diagonals[name].flatten() - block.diagonal()).abs().max()
         assert float(error) <= 1e-10 * largest, (name, diagonals[name].flatten(), block.diagonal())
@@ -257,7 +261,7 @@ def test_no_operation_can_be_left_out(skipped: str) -> None:
     passed = Passed(model, torch.randint(4, (2, 2)), torch.randint(4, (2, 2)))
     assert any(node.name == skipped for node in passed.graph.nodes)
     nodes = tuple(node for node in passed.graph.nodes if node.name != skipped)
-    passed.graph = type(passed.graph)(nodes, passed.graph.feeding)
+    passed.graph = type(passed.graph)(nodes, passed.graph.unserved)
     with pytest.raises(AssertionError):
         agree(passed)
 
@@ -271,7 +275,7 @@ def test_language_model(tied: bool, shared: bool) -> None:
     twice = {name for name in passed.parameters if name.startswith("blocks.0.") and shared}
     # A bias that is used twice enters by sums: it feeds itself by no product.
     feeding |= {name for name in twice if name.endswith("weight")}
-    assert passed.graph.feeding == feeding
+    assert passed.graph.unserved == feeding
     agree(passed, unprobed=frozenset(twice))
 
 
@@ -304,7 +308,41 @@ def test_windows_of_all_kinds() -> None:
 @pytest.mark.parametrize("cell", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_weights_feed_themselves(cell: Callable[..., nn.RNNBase]) -> None:
     passed = Passed(Recurrent(cell), torch.randn(2, 3, 2), torch.tensor([0, 2]))
-    assert passed.graph.feeding == {n for n in passed.parameters if n.startswith("cell.")}
+    assert passed.graph.unserved == {n for n in passed.parameters if n.startswith("cell.")}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda f: f * f,
+        lambda f: f * f.conj(),
+        torch.exp,
+        lambda f: torch.complex(f.abs(), f.angle()),
+        lambda f: f[:, None] @ f[..., None],
+        lambda f: torch.complex(f.real.tanh(), f.imag),  # curved in real numbers only
+    ],
+)
+def test_complex_numbers_are_not_served(function: Callable[[Tensor], Tensor]) -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.LazyLinear(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = function(torch.fft.rfft(self.first(x)))
+            out: Tensor = self.last(torch.view_as_real(found).flatten(1))
+            return out
+
+    torch.manual_seed(0)
+    model, x, y = Spectral(), torch.randn(3, 4), torch.tensor([0, 1, 2])
+    passed = Passed(model, x, y)
+    real = "Tanh" in {node.name for node in passed.graph.nodes}
+    assert passed.graph.unserved == (set() if real else {"first.weight", "first.bias"})
+    truth = Dense(model, x, y)
+    trace = float(truth.hessian.trace())
+    result = sf.trace(model, (x, y), estimator=sf.PropagatedCurvature(8))
+    assert abs(result.total - trace) <= 5 * result.stderr + 1e-9 * abs(trace)
+    assert result.details["first.weight"].rule == ("propagated" if real else "probes")
 
 
 def test_siamese_weights_do_not_feed_themselves() -> None:
@@ -319,7 +357,7 @@ def test_siamese_weights_do_not_feed_themselves() -> None:
             return out
 
     passed = Passed(Siamese(), torch.randn(3, 4), torch.tensor([0, 1, 2]))
-    assert not passed.graph.feeding
+    assert not passed.graph.unserved
     agree(passed, unprobed=frozenset({"side.weight", "side.bias"}))
 
 

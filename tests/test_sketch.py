@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import networks as net
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from agree import agrees
 from cases import BY_NAME, Case, normal
 from dense import Dense
@@ -112,6 +114,131 @@ def test_weights_that_feed_themselves_are_probed() -> None:
     report = sf.measure(model, (x, y), measures=["hessian_trace", "rho", "kappa_trace"])
     truth = float(oracle.hessian.trace())
     assert abs(report["hessian_trace"].value - truth) < 5 * report["hessian_trace"].stderr
+
+
+class Cube(torch.autograd.Function):
+    """x³/3; torch gives zero for what is differentiated through it twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3 / 3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad: Tensor = g * x**2
+        return grad
+
+
+@sf.piecewise_linear
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+class Through(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.function = deep(3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body[3:](self.function(self.body[:3](x)))
+        return out
+
+
+@pytest.mark.parametrize("measured", [sf.trace, sf.diagonal])
+@pytest.mark.parametrize("estimator", [*OWN, None], ids=repr)
+def test_what_cannot_be_differentiated_twice_is_refused(measured: Any, estimator: Any) -> None:
+    with pytest.raises(sf.NoSecondDerivative, match="Cube"):
+        measured(Through(Cube.apply).double(), CURVED.data(), estimator=estimator)
+
+
+@pytest.mark.parametrize("estimator", [*OWN, None], ids=repr)
+def test_what_is_declared_linear_need_not_be_differentiated_twice(estimator: Any) -> None:
+    torch.manual_seed(0)
+    plain, declared = Through(lambda x: 2 * x).double(), Through(Twice.apply).double()
+    declared.load_state_dict(plain.state_dict())
+    x, y = CURVED.data()
+    oracle = Dense(plain, x, y)
+    result = sf.trace(declared, (x, y), estimator=estimator)
+    agrees(result, oracle.blocks(oracle.hessian))
+    assert result.details["body.0.weight"].rule == "propagated"  # probes differentiate it
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_blocks_without_a_rest_are_not_left_out(activation: Any) -> None:
+    """Nothing is drawn at them, of all but traces either."""
+    torch.manual_seed(0)
+    model = net.mlp(activation).double()
+    x, y = BY_NAME["mlp"].data()
+    oracle = Dense(model, x, y)
+    blocks = oracle.blocks(oracle.hessian)
+    for estimator in (*OWN, None):
+        found = sf.diagonal(model, (x, y), certify="none", estimator=estimator)
+        assert list(found) == list(blocks)
+        for name in ("2.weight", "2.bias"):
+            assert torch.allclose(found[name].flatten(), blocks[name].diagonal(), rtol=1e-9)
+
+
+def test_curvature_that_is_next_to_nothing() -> None:
+    """The squares of variances of 1e-170 are 0."""
+    model = deep(3).double()
+    with torch.no_grad():
+        model[4].bias.copy_(torch.tensor([0.0, 200.0, 0.0]))
+    x, _ = CURVED.data()
+    for estimator in (*OWN, None):
+        result = sf.trace(model, (x, torch.ones(len(x), dtype=torch.long)), estimator=estimator)
+        assert 0 < result.stderr < 1e-80
+
+
+@pytest.mark.parametrize("classes_first", [False, True])
+def test_confident_samples_keep_their_digits(classes_first: bool) -> None:
+    """Where p is 1 in float32, p − 1 at the label is not 0 but minus the sum of the others."""
+    torch.manual_seed(0)
+    model = deep(3)
+    with torch.no_grad():
+        model[4].bias.copy_(torch.tensor([0.0, 18.0, 0.0]))
+    x, y = torch.randn(8, 6), torch.ones(8, dtype=torch.long)
+    loss: Any = "cross_entropy"
+    if classes_first:
+        model.append(nn.Unflatten(1, (3, 1)))
+        loss, y = nn.CrossEntropyLoss(), y[:, None]
+    estimators = sf.PropagatedCurvature(64), sf.ActivationProbes(64)
+    narrow = [sf.trace(model, (x, y), loss, estimator=each) for each in estimators]
+    norm = sf.measure(model, (x, y), loss, measures=["fisher_rao_norm"])["fisher_rao_norm"]
+    model, x = model.double(), x.double()
+    truth = float(Dense(model, x, y, nn.CrossEntropyLoss()).hessian.trace())
+    for result in narrow:
+        assert abs(result.total - truth) < 5 * result.stderr < 0.2 * truth
+    wide = sf.measure(model, (x, y), loss, measures=["fisher_rao_norm"])["fisher_rao_norm"]
+    assert norm.value == pytest.approx(wide.value, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [sf.PropagatedCurvature, sf.ActivationProbes])
+def test_the_size_of_a_loss_does_not_matter(kind: Any) -> None:
+    """A user's loss with many outputs is drawn by products with signs, which have a size."""
+    torch.manual_seed(0)
+    model, x = deep(20).double(), CURVED.data()[0]
+    y = torch.arange(len(x))
+
+    def waves(o: Tensor, y: Tensor) -> Tensor:
+        """Its Hessian has both signs."""
+        return F.cross_entropy(o, y) + (3 * o).sin().sum(1).mean()
+
+    losses = waves, lambda o, y: 1e-6 * waves(o, y)
+    usual, small = (sf.trace(model, (x, y), loss, estimator=kind(64)) for loss in losses)
+    assert small.total == pytest.approx(1e-6 * usual.total, rel=1e-6)
+    assert small.stderr == pytest.approx(1e-6 * usual.stderr, rel=1e-6)
+    truth = float(Dense(model, x, y, waves).hessian.trace())
+    assert abs(usual.total - truth) < 5 * usual.stderr < abs(truth)
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.2])

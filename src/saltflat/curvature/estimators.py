@@ -66,9 +66,11 @@ def degrees_of_freedom(draws: int, groups: int | None = None) -> float:
 def combined_degrees(parts: Iterable[tuple[float, float]]) -> float:
     """The degrees of freedom of a sum of independent parts (Welch–Satterthwaite), each given by
     its standard error and its own; inf where nothing is uncertain."""
-    known = [(stderr**2, degrees) for stderr, degrees in parts if stderr > 0]
-    variance = sum(square for square, _ in known)
-    return variance**2 / sum(square**2 / degrees for square, degrees in known) if known else inf
+    known = [(stderr, degrees) for stderr, degrees in parts if stderr > 0]
+    if not known:
+        return inf
+    whole = hypot(*(stderr for stderr, _ in known))  # squares of small ones may underflow
+    return 1 / sum((stderr / whole) ** 4 / degrees for stderr, degrees in known)
 
 
 def group_sizes(draws: int, groups: int) -> tuple[int, ...]:

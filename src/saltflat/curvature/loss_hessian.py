@@ -191,16 +191,27 @@ class DenseFactor(Factor):
 
 @final
 class ProductFactor(Factor):
-    """B known only through products: B = E[z (Bz)ᵀ] = ¼ E[(z+Bz)(z+Bz)ᵀ − (z−Bz)(z−Bz)ᵀ]."""
+    """B known only through products: B = E[b aᵀ] with a = c z and b = B z/c for signs z.
+
+    c balances the two, sample by sample; (a + b)/2 and (a − b)/2 are the directions.
+    """
 
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
         self.loss, self.outputs, self.targets = loss, outputs, targets
         self.count = outputs[0].numel()
+        generator = torch.Generator().manual_seed(20_250_102)
+        tried = torch.randn(outputs.shape[1:], generator=generator).to(outputs)
+        size = torch.linalg.vector_norm(self._product(tried.expand_as(outputs)).flatten(1), dim=1)
+        root = torch.where(size > 0, size / self.count**0.5, 1.0).sqrt()
+        self.root = root.reshape(-1, *[1] * (outputs.ndim - 1))
+
+    def _product(self, vector: Tensor) -> Tensor:
+        return output_product(self.loss.total, self.outputs, self.targets, vector)
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         z = noise.to(self.outputs)
-        bz = output_product(self.loss.total, self.outputs, self.targets, z)
-        return _signed((z + bz) / 2, (z - bz) / 2)
+        a, b = z * self.root, self._product(z / self.root)
+        return _signed((a + b) / 2, (a - b) / 2)
 
 
 def _signed(plus: Tensor, minus: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,15 +374,19 @@ def insist_on_derivatives(value: Tensor, by: Iterable[Tensor]) -> None:
     seen = set(waiting)
     while waiting:
         for node in above.get(waiting.pop(), ()):
-            function = getattr(node, "_forward_cls", None)
-            if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE:
-                raise RuntimeError(
-                    f"cannot differentiate twice {node.name()}, which is marked "
-                    "@once_differentiable"
-                )
+            insist_on_derivative(node)
             if node not in seen:
                 seen.add(node)
                 waiting.append(node)
+
+
+def insist_on_derivative(node: Node) -> None:
+    """The same of one node."""
+    function = getattr(node, "_forward_cls", None)
+    if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE:
+        raise RuntimeError(
+            f"cannot differentiate twice {node.name()}, which is marked @once_differentiable"
+        )
 
 
 # What `once_differentiable` wraps around every function is one and the same code.

@@ -255,7 +255,7 @@ def prove(
         reach[node] = every = reduce(or_, below)
         if not every or name in _LINEAR:
             continue
-        if name in _declared and isinstance(node, BackwardCFunction):
+        if _is_declared(node, name):
             given[_declared[name]] = given.get(_declared[name], 0) | every
             continue
         reached = _curved_bits(curved_pairs(node, name, len(below), writes), below, every)
@@ -271,6 +271,11 @@ def prove(
         _edges(order, parameters),
         _sample_dims(order, len(outputs) if outputs.ndim else 1),
     )
+
+
+def _is_declared(node: Any, name: str) -> bool:
+    """Whether it is a user's function that was declared piecewise linear."""
+    return name in _declared and isinstance(node, BackwardCFunction)
 
 
 def _narrowest(order: Sequence[Visit], outputs: Tensor) -> torch.dtype:
@@ -303,6 +308,8 @@ def curved_pairs(
     node: Any, name: str, operands: int, writes: Callable[[], frozenset[str]]
 ) -> Pairs | None:
     """The pairs of operands in which an operation is curved; None for all of them."""
+    if _is_declared(node, name):
+        return ()
     if name == _PART:
         together: set[tuple[int, int]] = set()
         for each in writes():

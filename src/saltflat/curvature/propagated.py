@@ -14,7 +14,8 @@ trace, its diagonal, its forms. Nothing is differentiated twice but single opera
 
 An operation counts for a parameter if it is curved in a pair of operands that the parameter reaches
 both (see `proof`). A parameter that is itself an operand of such a pair (a recurrent weight, a tied
-embedding) feeds itself: its block is not served here.
+embedding) feeds itself: its block is not served here. Neither are those of parameters that reach a
+curved operation on complex numbers, whose M acts on real and imaginary parts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from saltflat.curvature.loss_hessian import insist_on_derivative
 from saltflat.curvature.proof import curved_pairs, leaves_first, signed
 from saltflat.curvature.rules import Use
 
@@ -265,6 +267,14 @@ class CurvedNode:
     def operands(self) -> list[int]:
         return sorted({k for pair in self.pairs for k in pair})
 
+    @property
+    def apart(self) -> list[list[int]]:
+        """The operands, those that are one and the same tensor together, as in pow(x, x)."""
+        same: dict[Any, list[int]] = {}
+        for k in self.operands:
+            same.setdefault(self.node.next_functions[k], []).append(k)
+        return list(same.values())
+
     def edge(self, operand: int) -> GradientEdge:
         return GradientEdge(*self.node.next_functions[operand])
 
@@ -279,7 +289,7 @@ class CurvedGraph:
     """What of a graph is curved in some parameters."""
 
     nodes: tuple[CurvedNode, ...]
-    feeding: frozenset[str]  # parameters that reach both sides of a pair, one of them directly
+    unserved: frozenset[str]  # parameters that feed themselves, or meet complex numbers
 
 
 def curved_graph(
@@ -297,7 +307,7 @@ def curved_graph(
     ends = {use.edge.node for use in uses}
     reach: dict[Any, int] = {None: 0}
     direct: dict[Any, int] = {None: 0}
-    nodes, feeding = [], 0
+    nodes, unserved = [], 0
     for node, name, children in leaves_first(outputs.grad_fn):
         if not children:
             reach[node] = direct[node] = bits.get(id(getattr(node, "variable", None)), 0)
@@ -314,14 +324,23 @@ def curved_graph(
             continue
         pairs = []
         for k, j in _pairs_of(node, name, len(below), writes):
-            both = below[k] & below[j]
-            feeding |= both & (straight[k] | straight[j])
-            if both & ~(straight[k] | straight[j]):
+            if not (both := below[k] & below[j]):
+                continue
+            lost = both if _is_complex(node, k, j) else both & (straight[k] | straight[j])
+            unserved |= lost
+            if both & ~lost:
                 pairs.append((k, j))
         if pairs:
             nodes.append(CurvedNode(node, name, tuple(pairs)))
-    fed = frozenset(name for k, name in enumerate(parameters) if feeding >> k & 1)
-    return CurvedGraph(tuple(nodes), fed)
+    names = frozenset(name for k, name in enumerate(parameters) if unserved >> k & 1)
+    return CurvedGraph(tuple(nodes), names)
+
+
+def _is_complex(node: Any, *operands: int) -> bool:
+    """Whether an operation takes or gives complex numbers."""
+    taken = (node.next_functions[k] for k in operands)
+    ends = [child._input_metadata[result] for child, result in taken]
+    return any(end.dtype.is_complex for end in (*node._input_metadata, *ends))
 
 
 def _pairs_of(
@@ -446,7 +465,7 @@ def _anything(at: CurvedNode, deltas: Sequence[Tensor | None]) -> list[Operation
     generator = torch.Generator(like.device).manual_seed(20_250_101)
     image = product([_signs_like(like, shape, generator) for shape in product.shapes])
     scale = [max(float(each.square().mean()), 1e-60) ** 0.25 for each in image]
-    return [AnyOperation([at.edge(k) for k in at.operands], product, scale)]
+    return [AnyOperation(product.edges, product, scale)]
 
 
 def _like(deltas: Sequence[Tensor | None]) -> Tensor:
@@ -467,6 +486,7 @@ class LocalProduct:
     """
 
     def __init__(self, at: CurvedNode, deltas: Sequence[Tensor | None]) -> None:
+        insist_on_derivative(at.node)
         self.at = at
         call = getattr(at.node, "apply", at.node)
         given = [
@@ -475,9 +495,10 @@ class LocalProduct:
         ]
         with torch.enable_grad():
             pulled = call(*given)
-        pulled = pulled if isinstance(pulled, tuple) else (pulled,)
-        self.pulled = [pulled[k] for k in at.operands]
-        self.shapes = tuple(at.shape(k) for k in at.operands)
+            pulled = pulled if isinstance(pulled, tuple) else (pulled,)
+            self.pulled = [_sum([pulled[k] for k in operands]) for operands in at.apart]
+        self.edges = [at.edge(k) for k, *_ in at.apart]
+        self.shapes = tuple(at.shape(k) for k, *_ in at.apart)
 
     def __call__(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         pairs = [
@@ -492,11 +513,7 @@ class LocalProduct:
         hooks = [child.register_prehook(_nothing) for child in children]
         try:
             found = torch.autograd.grad(
-                gradients,
-                [self.at.edge(k) for k in self.at.operands],
-                along,
-                retain_graph=True,
-                allow_unused=True,
+                gradients, self.edges, along, retain_graph=True, allow_unused=True
             )
         finally:
             for hook in hooks:
@@ -505,6 +522,11 @@ class LocalProduct:
             torch.zeros_like(v) if each is None else each
             for each, v in zip(found, vectors, strict=True)
         ]
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return sum(known[1:], known[0]) if known else None
 
 
 def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

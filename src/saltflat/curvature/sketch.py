@@ -41,7 +41,7 @@ from saltflat.curvature.estimators import (
     group_sizes,
     mixed,
 )
-from saltflat.curvature.loss_hessian import factor, lacks_derivative
+from saltflat.curvature.loss_hessian import factor, insist_on_derivatives, lacks_derivative
 from saltflat.curvature.plan import GENERIC, Plan, Refutation, Settings, in_place_writes
 from saltflat.curvature.propagated import Operation, Sources, curved_graph, operations, sources
 from saltflat.curvature.sweep import (
@@ -58,6 +58,9 @@ from saltflat.losses import Loss, divisor
 from saltflat.risk import Batch, Risk
 
 NOTHING: frozenset[str] = frozenset()
+
+# Traces are kept sample by sample, and the noise of draws is no rounding.
+_NOT_SUMMED: frozenset[Kind] = frozenset({"trace", "magnitude"})
 
 
 @final
@@ -108,6 +111,12 @@ class SketchPass(Pass):
             whole[:, start : start + part.shape[1]] = part
         return whole
 
+    def drawn(self, kind: Kind, name: str) -> Tensor:
+        """Sums over samples, (draws, …), not divided either."""
+        if (kind, name) in self.sums:
+            return self.sums[kind, name]
+        return torch.stack([self.zeros(kind, name)] * len(self.sketch.draws))
+
     def measure(self, chunk: Chunk) -> Refutation | None:
         sketch, plan = self.sketch, chunk.plan
         curved = sketch.propagated | sketch.probed
@@ -115,7 +124,7 @@ class SketchPass(Pass):
         live = live_uses(chunk.uses, plan, frozenset(self.requests))
         parameters = {n: self.risk.parameters[n] for n in curved - lost}
         writes = in_place_writes(self.risk, chunk.batch)
-        lost |= curved_graph(chunk.outputs, parameters, live, writes).feeding
+        lost |= curved_graph(chunk.outputs, parameters, live, writes).unserved
         if lost:
             return Refutation(unserved=lost)
         built: list[Operation] = []
@@ -126,6 +135,8 @@ class SketchPass(Pass):
             graph = curved_graph(chunk.outputs, own, live, writes)
             built = operations(graph, chunk.outputs, gradient)
             if sketch.probed:
+                served = (self.risk.parameters[n] for n in sketch.probed)
+                insist_on_derivatives(chunk.outputs, served)
                 places = [(use, chunk.rows(use)) for use in live]
                 probes = ProbedChunk(chunk.outputs, gradient, places, sketch.probed)
                 used = {name for use in live for name in use.names.values()}
@@ -190,7 +201,7 @@ class SketchPass(Pass):
     def _reduce(
         self, name: str, k: int, term: Term, sign: Tensor | None, rows: slice, samples: int
     ) -> None:
-        wanted, weight = self.requests[name] - {"trace", "magnitude"}, self.weights.get(name)
+        wanted, weight = self.requests[name] - _NOT_SUMMED, self.weights.get(name)
         traces = term.direction(0).traces(None)
         if sign is not None and len(sign) > 1:
             traces = traces - term.direction(1).traces(None)
@@ -247,16 +258,12 @@ class Tally:
                 mean = self.mean[name] + change * fresh / both
             self.mean[name], self.spread[name] = mean, spread
             self.sums.setdefault(name, []).append(values.sum(1))
-        for kind in {kind for kind, _ in done.sums}:
+        for kind in frozenset[Kind]().union(*done.requests.values()) - _NOT_SUMMED:
             draws = self.others.setdefault(kind, Draws(groups))
+            names = [name for name in self.names if kind in done.requests[name]]
+            sums = {name: done.drawn(kind, name).cpu() / self.scale for name in names}
             for k in range(fresh):
-                draws.add(
-                    {
-                        name: sums[k].cpu() / self.scale + self.known.get((kind, name), 0.0)
-                        for (each, name), sums in done.sums.items()
-                        if each == kind
-                    }
-                )
+                draws.add({n: sums[n][k] + self.known.get((kind, n), 0.0) for n in names})
         self.count, self.samples = both, done.samples
 
     def error(self, name: str) -> tuple[float, float]:
@@ -265,7 +272,8 @@ class Tally:
         total = float(variances.sum())
         if total == 0:
             return 0.0, inf
-        degrees = total**2 * degrees_of_freedom(self.count) / float(variances.square().sum())
+        shares = variances / total
+        degrees = degrees_of_freedom(self.count) / float(shares.square().sum())
         return sqrt(total / self.count) / self.scale, degrees
 
     def value(self, name: str) -> float:
@@ -494,9 +502,12 @@ class Estimation:
         that may have an error of many times their size are the quietest.
         """
         whole = sum(gauss_newton.values()) + self.elsewhere
-        least = max(1e-6 * max(gauss_newton.values(), default=0.0), 1e-30)
-        sizes = {n: max(g, least) for n, g in gauss_newton.items()}
-        return {n: sqrt(g) / self._target(g, g, whole) for n, g in sizes.items()}
+        sizes = {n: abs(g) for n, g in gauss_newton.items()}  # a loss may curve down
+        least = max(1e-6 * max(sizes.values(), default=0.0), 1e-30)
+        return {
+            n: sqrt(max(size, least)) / self._target(max(size, least), size, whole)
+            for n, size in sizes.items()
+        }
 
     def _probed(self, few: list[Batch], sketch: Sketch) -> SketchPass | Refutation | None:
         """A pilot of the probes, of all blocks that they can serve; None if these are none."""
@@ -530,7 +541,7 @@ class Estimation:
                 done = other if n in ways.probed else one
                 value = gauss_newton[n] + _mean(done, n)
                 target = self._target(value, gauss_newton[n], whole)
-                draws = _variance(done, n) / target**2 if target > 0 else 0.0
+                draws = (sqrt(_variance(done, n)) / target) ** 2 if target > 0 else 0.0
                 # What is out of reach anyway counts less, but does count.
                 share = draws * ways.cost(self._draws_loss) / self.settings.gradients
                 total += max(abs(value), gauss_newton[n]) * log1p(share)

@@ -223,9 +223,19 @@ class Chunk:
 
 
 def slope(loss: Loss, chunk: Chunk) -> Tensor:
-    """The gradient of the (unnormalised) loss in the outputs."""
+    """The gradient of the (unnormalised) loss in the outputs.
+
+    A cross-entropy's adds up to 0 over the classes. That of a confident sample at its own class,
+    p − 1, has lost its digits to the 1; those of the others have not.
+    """
+    targets = chunk.batch.targets
     at = chunk.outputs.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss.total(at, chunk.batch.targets), at)
+    (gradient,) = torch.autograd.grad(loss.total(at, targets), at)
+    if isinstance(loss, CrossEntropy):
+        dim = loss.dim(at, targets)
+        likeliest = at.detach().argmax(dim, keepdim=True)
+        others = gradient.scatter(dim, likeliest, 0.0)
+        gradient = others.scatter_(dim, likeliest, -others.sum(dim, keepdim=True))
     return gradient
 
 
@@ -266,6 +276,13 @@ class Pass(ABC):
         """Add what a chunk gave to `sums`."""
         known = self.sums.get(key)
         self.sums[key] = value.double() if known is None else known.add_(value)
+
+    def zeros(self, kind: Kind, name: str) -> Tensor:
+        """What was added up where nothing arrived."""
+        zeros = torch.zeros_like(self.risk.parameters[name], dtype=torch.float64)
+        if kind in ("columns", "rows"):
+            return reduce_entries(zeros, self.weights[name].matrix, FORMS[kind])
+        return zeros if kind == "diagonal" else zeros.sum()
 
     def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
         """Go through all samples; `first` plans the first batch, if that was looked at before.
@@ -478,19 +495,12 @@ class ExactPass(Pass):
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
         return {
-            (kind, name): self._sum(kind, name).div_(fisher if kind == "fisher" else scale)
+            (kind, name): self.sums.get((kind, name), self.zeros(kind, name)).div_(
+                fisher if kind == "fisher" else scale
+            )
             for name, kinds in self.requests.items()
             for kind in kinds
         }
-
-    def _sum(self, kind: Kind, name: str) -> Tensor:
-        """What was added up; zeros of its shape where nothing arrived."""
-        if (kind, name) in self.sums:
-            return self.sums[kind, name]
-        zeros = torch.zeros_like(self.risk.parameters[name], dtype=torch.float64)
-        if kind in ("columns", "rows"):
-            return reduce_entries(zeros, self.weights[name].matrix, FORMS[kind])
-        return zeros if kind == "diagonal" else zeros.sum()
 
     def measure(self, chunk: Chunk) -> Refutation | None:
         if self.store is not None:
