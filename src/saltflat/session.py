@@ -444,6 +444,12 @@ def _generators(data: Any) -> list[torch.Generator]:
     return list({id(g): g for g in each if isinstance(g, torch.Generator)}.values())
 
 
+def reduced_precision(device: torch.device) -> bool:
+    """Whether TensorFloat-32 is on, and used."""
+    backends = torch.backends
+    return device.type == "cuda" and (backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32)
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch TensorFloat-32 off: three digits are too few to compare two computations by."""

@@ -78,6 +78,7 @@ from saltflat.losses import (
 from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
+from saltflat.session import reduced_precision
 
 Result = TypeVar("Result")
 
@@ -420,9 +421,8 @@ class _Search:
 
     def _note_precision(self) -> None:
         like = next(iter(self.risk.parameters.values()))
-        backends, notes = torch.backends, self.findings.notes
-        reduced = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
-        if reduced and like.device.type == "cuda" and like.dtype == torch.float32:
+        notes = self.findings.notes
+        if reduced_precision(like.device) and like.dtype == torch.float32:
             notes.append("TensorFloat-32 is on: about three digits of every value are right")
         if torch.finfo(self.plan.narrow).eps > torch.finfo(like.dtype).eps:
             notes.append(

@@ -266,6 +266,9 @@ class OwnNoise:
 class PropagatedCurvature(OwnNoise):
     """So many draws of propagated curvature: two backward passes each, nothing twice.
 
+    On few samples there are more of them, until samples times draws are 64: fewer signs may all
+    agree by chance, which hides the error.
+
     Examples
     --------
     >>> import torch, saltflat as sf
@@ -283,7 +286,8 @@ class PropagatedCurvature(OwnNoise):
 class ActivationProbes(OwnNoise):
     """So many probes of the activations: one pass backwards through a gradient each.
 
-    Of all but traces, and of weights that are used several times, propagated curvature is drawn.
+    Of all but traces, and of weights that are used several times, propagated curvature is drawn. On
+    few samples there are more draws, until samples times draws are 64.
 
     Examples
     --------

@@ -35,7 +35,7 @@ from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, alike, join
-from saltflat.session import full_precision
+from saltflat.session import full_precision, reduced_precision
 
 Certify = Literal["proof", "probe", "none"]
 
@@ -419,9 +419,15 @@ class Company:
         guest, guest_rows = self._known[key]
         if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
             return True  # nothing to put together
+        together = join([guest, *ends])
         try:
             with torch.no_grad():
-                return _gives(self.risk, join([guest, *ends]), torch.cat([guest_rows, *rows]))
+                same = _gives(self.risk, together, torch.cat([guest_rows, *rows]))
+                if same or not reduced_precision(self.risk.device):
+                    return same
+                with full_precision(self.risk.device), Safe():
+                    parts = torch.cat([self.risk.forward(part) for part in (guest, *ends)])
+                    return _gives(self.risk, together, parts)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

@@ -93,9 +93,13 @@ class SketchPass(Pass):
         return not self.sketch.hessian or all(map(plan.allows, linear))
 
     def chunk_size(self, plan: Plan, batch: Batch) -> int:
-        """How many samples fit: the graph, the operations' factors, a draw's noise and outputs."""
+        """How many samples fit: the graph, the operations' factors, a draw's noise and outputs.
+
+        All of that is gone through once a draw, so that no chunk stays near a processor's cache.
+        """
         entries = 10 * (plan.inputs + plan.activations) + 6 * plan.outputs.numel()
-        most = max(1, self.budget() // max(1, plan.width * entries))
+        budget = self.settings.budget(self.risk.device, weights=1 << 40)
+        most = max(1, budget // max(1, plan.width * entries))
         return -(-batch.size // -(-batch.size // most))
 
     def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
@@ -411,13 +415,13 @@ class Estimation:
 
     def _next(self, tally: Tally, ways: Ways) -> int:
         """How many draws there are to be at the next checkpoint; no more, if none are paid for."""
-        if self.fixed is not None:
-            return self.fixed.draws
         count = tally.count
         if count == 0:
-            return max(8, self.groups)
+            return self.fixed.draws if self.fixed is not None else max(8, self.groups)
         if tally.samples * count < _LEAST_SIGNS:
             return 2 * count
+        if self.fixed is not None:
+            return count
         left = self.settings.gradients - self.spent - _SETUP
         more = int(min(left / ways.cost(self._draws_loss), count, _MOST_DRAWS - count))
         if self.groups:

@@ -36,12 +36,12 @@ from saltflat.curvature.plan import (
     proof_of,
 )
 from saltflat.curvature.proof import Proof
-from saltflat.curvature.rules import Recorder, Rows, Use
+from saltflat.curvature.rules import Recorder, Rows, Safe, Use
 from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
-from saltflat.session import full_precision
+from saltflat.session import full_precision, reduced_precision
 
 Kind = Literal[
     "trace",
@@ -363,7 +363,7 @@ class Pass(ABC):
         with Recorder(self.risk.parameters) as recorder:
             outputs = self.risk.forward(chunk)
         self.risk.check(outputs, chunk)
-        if index == 0 and first == 0 and not _as_probed(plan, outputs):
+        if index == 0 and first == 0 and not self._as_probed(plan, chunk, outputs):
             return Refutation(replace(plan, coupled=True))
         proof = proof_of(self.risk, chunk, outputs)
         plan = self._plan(plan, chunk, outputs, recorder.uses, proof)
@@ -376,6 +376,13 @@ class Pass(ABC):
         for name in self.requests:
             self.rules.setdefault(name, set()).add(plan.rules[name])
         return normaliser, self.loss.counted(outputs, chunk.targets)
+
+    def _as_probed(self, plan: Plan, chunk: Batch, outputs: Tensor) -> bool:
+        """Whether the samples that were looked at have the outputs that they had alone."""
+        if _as_probed(plan, outputs) or not reduced_precision(self.risk.device):
+            return _as_probed(plan, outputs)
+        with full_precision(self.risk.device), torch.no_grad(), Safe():
+            return _as_probed(plan, self.risk.forward(chunk))
 
     def wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
