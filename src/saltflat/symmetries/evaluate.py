@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -27,6 +28,7 @@ from saltflat.symmetries.example import arguments
 from saltflat.symmetries.group import Group
 
 Output = Callable[[Any], Any]
+Values = Mapping[str, Tensor] | Callable[[str], Tensor | None]
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -82,10 +84,10 @@ def widened(example: Any) -> Any:
 class Evaluation:
     """A model that is lent, and its answers to one example.
 
-    `start` holds the values of its parameters and buffers in the type that is computed in. In
-    another type than its own the model is called with other tensors in their place: parameters
-    that changed their type, if only for a while, would be cut off from graphs that the user holds
-    and from hooks on their gradients.
+    `own` holds the values of its parameters and buffers, `start` the same in the type that is
+    computed in. In another type than its own the model is called with other tensors in their place
+    (`borrowed`): parameters that changed their type, if only for a while, would be cut off from
+    graphs that the user holds and from hooks on their gradients.
     """
 
     def __init__(
@@ -96,45 +98,66 @@ class Evaluation:
         random: RandomState,
         mode: Any,
         differentiable: bool,
+        own: Mapping[str, Tensor],
     ) -> None:
-        self.model, self.example, self.output = model, example, output
+        self.model, self.example, self.output, self.own = model, example, output, own
         self._random, self._mode = random, mode
         named = dict(model.named_parameters())
-        self._own = {**named, **dict(model.named_buffers())}
+        self._held = {**named, **dict(model.named_buffers())}
         self._wide = isinstance(mode, Widen)
         self._replaced: bool | None = None  # not known before the first answers
-        self._tensors = dict(self._own)
+        self._tensors = dict(self._held)
         if self._wide:
-            self._tensors = {name: _leaf(t, differentiable) for name, t in self._own.items()}
+            self._tensors = {name: _leaf(t, differentiable) for name, t in self._held.items()}
         self.parameters = {name: self._tensors[name] for name in named}
-        self.start = {name: t.data for name, t in self._tensors.items()}
+
+    @property
+    def borrowed(self) -> bool:
+        return bool(self._replaced)
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        return {name: widened(t) if self._wide else t for name, t in self.own.items()}
 
     @property
     def rounded(self) -> set[torch.dtype]:
         """The types narrower than float64 that were met."""
         if isinstance(self._mode, Widen):
             return self._mode.rounded
-        return {t.dtype for t in self.start.values() if t.dtype in NARROW}
+        return {t.dtype for t in self.own.values() if t.dtype in NARROW}
 
-    def answers(self, values: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    def answers(self, values: Values | None = None) -> list[Tensor]:
         """The tensors that are the answer, with some of the values replaced.
 
         The model gets copies, so that a forward pass which writes to its parameters does no harm,
-        and the same random numbers every time.
+        and the same random numbers every time. Values that a function makes are not copied: a
+        tensor for a name, or None to leave that one as it is.
         """
         if self._wide and self._replaced is None:
-            self._replaced = self._takes_others(values)
-            if not self._replaced:
-                self._tensors = self._own
-                self.parameters.update({name: self._own[name] for name in self.parameters})
+            self._replaced, raw = self._borrowing(values)
+            if self._replaced:
+                return raw
+            self._tensors = self._held
+            self.parameters.update({name: self._held[name] for name in self.parameters})
+        return self._answers(values)
+
+    def _answers(self, values: Values | None) -> list[Tensor]:
         self._put(values)
         raw = self.output(self._call())
         return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
 
-    def _put(self, values: Mapping[str, Tensor] | None) -> None:
+    def _put(self, values: Values | None) -> None:
         for name, tensor in self._tensors.items():
-            value = (values or {}).get(name, self.start[name])
-            tensor.data = value.to(self.start[name].dtype, copy=True)
+            own = self.own[name]
+            dtype = torch.float64 if self._wide and own.dtype in NARROW else own.dtype
+            made = None
+            if callable(values):
+                tensor.data = tensor.data.new_empty(0)  # what it held is not needed any more
+                made = values(name)
+            if made is None:
+                given = values if isinstance(values, Mapping) else {}
+                made = given.get(name, own).to(dtype, copy=True)
+            tensor.data = made.to(dtype)
         self._random.restore()
 
     def _call(self) -> Any:
@@ -142,25 +165,26 @@ class Evaluation:
             return run(self.model, self.example)
         return functional_call(self.model, self._tensors, *arguments(self.example))
 
-    def _takes_others(self, values: Mapping[str, Tensor] | None) -> bool:
-        """Whether the model computes with the tensors that it is called with, and no others.
+    def _borrowing(self, values: Values | None) -> tuple[bool, list[Tensor]]:
+        """Whether the model computes with the tensors that it is called with, and its answers.
 
         One that holds its parameters in a list beside, or a ScriptModule, does not.
         """
-        reads = _Reads({memory(t): name for name, t in self._own.items() if memory(t)})
+        reads = _Reads({memory(t): name for name, t in self._held.items() if memory(t)})
         self._replaced = True
-        self._put(values)
         try:
-            with reads, torch.no_grad():
-                self._call()
+            with reads:
+                answers = self._answers(values)
         except Exception:
-            return False
-        return not reads.met
+            return False, []
+        return not reads.met, answers
 
 
 def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
-    wide: Tensor = widened(tensor.detach())
-    return wide.clone().requires_grad_(differentiable and wide.is_floating_point())
+    """Room for the tensor in float64."""
+    dtype = torch.float64 if tensor.dtype in NARROW else tensor.dtype
+    room = torch.empty(0, dtype=dtype, device=tensor.device)
+    return room.requires_grad_(differentiable and room.is_floating_point())
 
 
 @contextmanager
@@ -172,10 +196,12 @@ def evaluation(
     state = RandomState(None, device)
     measured = {id(p) for p in model.parameters()} if differentiable else set[int]()
     mode: Any = Widen() if wide else nullcontext()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    own = {name: t.data for name, t in tensors}  # which the mode would widen
     try:
         with lend(model, measured, None), torch.set_grad_enabled(differentiable), mode:
             shown = widened(example) if wide else example
-            yield Evaluation(model, shown, output, state, mode, differentiable)
+            yield Evaluation(model, shown, output, state, mode, differentiable, own)
     finally:
         state.restore()
 
@@ -386,9 +412,13 @@ class _Confirmation:
         return powers.double() * math.log(2)
 
     def _drift(self, point: Mapping[str, Tensor], before: list[Tensor], logs: Tensor) -> float:
-        moved = dict(self.group.element(logs).moved(point))
+        element = self.group.element(logs)
+
+        def values(name: str) -> Tensor | None:
+            return element.applied(name, point[name]) if element.moves(name) else None
+
         try:
-            return change(before, self.lent.answers({**point, **moved}))
+            return change(before, self.lent.answers(values))
         except Exception:
             return math.inf  # it runs at the point itself
 
@@ -439,7 +469,10 @@ def _beside(start: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
         value = start[name]
         zero = value == 0
         if bool(zero.any()):
-            size = 0.1 * (float(value.double().square().mean().sqrt()) or 1.0)
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            moved[name] = torch.where(zero, (size * noise).to(value), value)
+            wide = torch.promote_types(value.dtype, torch.float32)
+            root = float(torch.linalg.vector_norm(value, dtype=wide)) / math.sqrt(value.numel())
+            count = int(zero.sum())
+            noise = torch.randn(count, generator=generator, dtype=torch.float64)
+            moved[name] = value.clone()
+            moved[name][zero] = (0.1 * (root or 1.0) * noise).to(value)
     return moved

@@ -72,12 +72,11 @@ def symmetries(
     propagation = Propagation(tape, movable)
     used = propagation.used()
     basis = Assembly(propagation).solve()
-    classes = {n: c for n, c in basis.classes.items() if n in used}
-    live = liveness(inner, example, answer, classes, basis.matrix)
+    live = liveness(inner, example, answer, basis.factors, used)
     unseen = tuple(n for n in named if n in movable - used)
     dead = tuple(n for n in named if n in live.idle or (n in unseen and not tape.recorded))
     uncopied = _uncopied(inner, example, answer)
-    group = _group(inner, propagation, basis.restricted(live.classes), dead, uncopied)
+    group = _group(inner, propagation, basis.restricted(live.rows), dead, uncopied)
     notes = confirm(group, inner, example, answer, steady=not tape.recorded)
     return replace(group, notes=(*_notes(tape, unseen), *notes))
 
@@ -151,25 +150,32 @@ def _group(
     dead: tuple[str, ...],
     uncopied: str,
 ) -> Group:
-    matrix = basis.matrix
+    factors = basis.factors
+    means = {n: factors.layouts[n].terms[0][0] for n in propagation.means}
+    deviations = {n: factors.layouts[n].terms[0][0] for n in propagation.deviations}
     floors: dict[int, float] = {}
     statistics = set()
     buffers = dict(model.named_buffers())
-    for name, classes in basis.deviations.items():
+    for name, classes in deviations.items():
         eps, var = propagation.eps[name], buffers[name].detach().double().cpu()
         lowest = 0.5 * (eps / (var + eps)).log()
         for c, low in zip(classes.tolist(), lowest.tolist(), strict=True):
             floors[c] = max(low, floors.get(c, -math.inf))
             statistics.add(c)
-    moves = np.zeros(matrix.shape[1], bool)
-    moves[np.unique(matrix[sorted(statistics)].nonzero()[1])] = True
+    moves = np.zeros(factors.matrix.shape[1], bool)
+    moves[np.unique(factors.matrix[sorted(statistics)].nonzero()[1])] = True
     bilinear = np.asarray(abs(basis.scales.T) @ basis.bilinear.astype(float)).ravel() > 0
     generators = []
     for i, (label, unit) in enumerate(basis.units):
         kind: Kind = "batchnorm" if moves[i] else "attention" if bilinear[i] else "neuron"
         generators.append(Generator(_layer(label), unit, kind))
-    exponents = Exponents(
-        basis.classes, basis.means, basis.deviations, propagation.eps, matrix, floors, uncopied
+    exponents = Exponents.of(
+        factors,
+        means=means,
+        deviations=deviations,
+        eps=propagation.eps,
+        floors=floors,
+        uncopied=uncopied,
     )
     return Group(
         tuple(generators),
