@@ -96,21 +96,22 @@ def resident() -> float:
     return float(pages * resource.getpagesize())
 
 
-def row(name: str) -> str:
+def row(name: str, threads: int) -> str:
     """One line of the table, measured in this process."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     sf.symmetries(zoo.mlp([3, 4, 2]), torch.randn(2, 3))
     make, draw = NETWORKS[name]
     model, example = make().eval(), draw()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     gc.collect()
-    before, start = resident(), time.perf_counter()
+    before, start, spent = resident(), time.perf_counter(), time.process_time()
     group = sf.symmetries(model, example)
-    seconds, extra = time.perf_counter() - start, peak() - before
+    seconds, spent = time.perf_counter() - start, time.process_time() - spent
+    extra = peak() - before
     count = sum(p.numel() for p in model.parameters()) / 1e6
     return (
-        f"| {name} | {count:.1f} M | {len(group)} | {seconds:.1f} s "
+        f"| {name} | {count:.1f} M | {len(group)} | {seconds:.1f} s | {spent:.1f} s "
         f"| {extra / 2**20:.0f} MiB | {extra / size:.1f} |"
     )
 
@@ -118,17 +119,19 @@ def row(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--one", choices=list(NETWORKS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(row(options.one))
+        print(row(options.one, options.threads))
         return
-    print("| network | parameters | dimension | time | memory | memory / model |")
-    print("|---|--:|--:|--:|--:|--:|")
+    print("| network | parameters | dimension | time | CPU time | memory | memory / model |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
     for name in options.networks:
         command = [sys.executable, "-m", "bench.symmetries", "--one", name]
+        command += ["--threads", str(options.threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        failed = f"| {name} | | | failed: {done.stderr.strip().splitlines()[-1:]} | | |"
+        failed = f"| {name} | | | failed: {done.stderr.strip().splitlines()[-1:]} | | | |"
         print(failed if done.returncode else done.stdout.strip(), flush=True)
 
 

@@ -284,6 +284,7 @@ def _noise(like: Tensor, seed: list[int]) -> Tensor:
     count = like.numel()
     block = torch.randn(min(count, _BLOCK), generator=generator, dtype=torch.float64)
     out = torch.empty(count, dtype=torch.float64)
-    for start in range(0, count, _BLOCK):
-        out[start : start + _BLOCK] = block[: count - start]
+    whole = count // _BLOCK * _BLOCK
+    out[:whole].view(-1, len(block) or 1).copy_(block)
+    out[whole:] = block[: count - whole]
     return out.reshape(like.shape).to(like.device)
