@@ -126,12 +126,13 @@ class Evaluation:
             return self._mode.rounded
         return {t.dtype for t in self.own.values() if t.dtype in NARROW}
 
-    def answers(self, values: Values | None = None) -> list[Tensor]:
+    def answers(self, values: Values | None = None, only: set[str] | None = None) -> list[Tensor]:
         """The tensors that are the answer, with some of the values replaced.
 
         The model gets copies, so that a forward pass which writes to its parameters does no harm,
         and the same random numbers every time. Values that a function makes are not copied: a
-        tensor for a name, or None to leave that one as it is.
+        tensor for a name, or None to leave that one as it is. With `only`, other tensors stay as
+        they were in the last answers.
         """
         if self._wide and self._replaced is None:
             self._replaced, raw = self._borrowing(values)
@@ -139,15 +140,17 @@ class Evaluation:
                 return raw
             self._tensors = self._held
             self.parameters.update({name: self._held[name] for name in self.parameters})
-        return self._answers(values)
+        return self._answers(values, only)
 
-    def _answers(self, values: Values | None) -> list[Tensor]:
-        self._put(values)
+    def _answers(self, values: Values | None, only: set[str] | None = None) -> list[Tensor]:
+        self._put(values, only)
         raw = self.output(self._call())
         return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
 
-    def _put(self, values: Values | None) -> None:
+    def _put(self, values: Values | None, only: set[str] | None) -> None:
         for name, tensor in self._tensors.items():
+            if only is not None and name not in only:
+                continue
             own = self.own[name]
             dtype = torch.float64 if self._wide and own.dtype in NARROW else own.dtype
             made = None

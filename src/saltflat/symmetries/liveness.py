@@ -78,7 +78,7 @@ def _observed(point: _Point, factors: Factors, layouts: Mapping[str, Layout]) ->
                 break
     # What runs without gradients, or was not followed, may have an effect all the same.
     for name in set(layouts) - seen:
-        if point.matters(name):
+        if name in point.effective or point.matters(name):
             seen.add(name)
             rows = vstack([rows, factors.rows(layouts[name], star(layouts[name]))], "csr")
     return Liveness(rows, set(layouts) - seen)
@@ -197,6 +197,7 @@ class _Point:
         large = {n for n, c in counts.items() if c > max(LARGE, sum(counts.values()) // 8)}
         self.followed = set(layouts) - (large & still)  # which derivatives are looked at
         self.before: list[Tensor] = []
+        self.effective: set[str] = set()
         self.again: set[str] = set()  # drawn once more
 
     def _draw(self, name: str) -> Tensor | None:
@@ -205,14 +206,30 @@ class _Point:
         seed = self.seed + POINTS * (name in self.again)
         return _noise(self.lent.own[name], [seed, *name.encode()]).mul_(self.sizes[name])
 
-    def _answers(self) -> list[Tensor]:
-        return [t for t in self.lent.answers(self._draw) if t.is_floating_point()]
+    def _answers(self, only: set[str] | None = None) -> list[Tensor]:
+        return [t for t in self.lent.answers(self._draw, only) if t.is_floating_point()]
+
+    @torch.no_grad()
+    def _without(self) -> tuple[dict[str, list[Tensor]], set[str] | None]:
+        """Answers with each parameter that is not followed drawn once more, and what to put back.
+
+        The others stay where they are: to draw all of a large model anew takes its time.
+        """
+        after, only = {}, None
+        for name in sorted(set(self.layouts) - self.followed):
+            self.again = {name}
+            after[name] = self._answers(None if only is None else only | {name})
+            only = {name}
+        self.again = set()
+        return after, only
 
     def effects(self, seed: int) -> dict[str, list[Array]]:
         """Entries at which the derivative of a random combination of outputs does not vanish."""
         self.seed = seed
-        answers = self._answers()
+        moved, only = self._without() if seed == 0 else ({}, None)
+        answers = self._answers(only)
         self.before = [t.detach() for t in answers]
+        self.effective |= {name for name, after in moved.items() if self._differs(after)}
         flowing = [t for t in answers if t.requires_grad]
         if not flowing:
             return {}
@@ -261,6 +278,9 @@ class _Point:
         self.again = {name}
         after = self._answers()
         self.again = set()
+        return self._differs(after)
+
+    def _differs(self, after: list[Tensor]) -> bool:
         return any(
             float((a - b).abs().max()) > NOTHING * float(a.abs().max())
             for a, b in zip(self.before, after, strict=True)
