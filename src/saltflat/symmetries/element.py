@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from saltflat.errors import ModelError
 from saltflat.risk import unwrap
+from saltflat.symmetries.scales import squash
 from saltflat.symmetries.solve import Array
 
 #: entries that are rescaled at once
@@ -60,14 +61,36 @@ class Factors:
         """The tensors of which some entry is multiplied by anything at all."""
         return frozenset(name for name, layout in self.layouts.items() if self._moves(layout))
 
+    @cached_property
+    def _nonzero(self) -> Array:
+        """The rows that hold anything."""
+        nonzero: Array = np.asarray(abs(self.matrix).sum(1)).ravel() > 0
+        return nonzero
+
     def _moves(self, layout: Layout) -> bool:
         seen = [index.numpy().reshape(-1) for index, _ in layout.terms]
         if len(seen) == 1:
-            return bool((abs(self.matrix).sum(1).A1 > 0)[seen[0]].any())
+            return bool(self._nonzero[seen[0]].any())
         # If p + q is zero for all p and q, it is so for the first of each with all of the other.
         first = [np.full(len(other), mine[0]) for mine, other in zip(seen, seen[::-1], strict=True)]
         star = self.rows(layout, [seen[0], first[1]]), self.rows(layout, [first[0], seen[1]])
         return any(bool(part.count_nonzero()) for part in star)
+
+    @cached_property
+    def _first(self) -> Array:
+        """For every row the first one that is the same."""
+        generator = np.random.default_rng(0)
+        hashes = self.matrix @ generator.standard_normal(self.matrix.shape[1])
+        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        same: Array = first[inverse]
+        # Rows with one hash that differ after all stay apart.
+        apart = np.diff((self.matrix != self.matrix[same]).indptr) > 0
+        return np.where(apart, np.arange(len(same)), same)
+
+    def uniform(self, name: str) -> bool:
+        """Whether all entries of a tensor have the same exponents."""
+        indices = [index.numpy() for index, _ in self.layouts[name].terms]
+        return all(len(np.unique(self._first[index])) <= 1 for index in indices)
 
     @cached_property
     def written_out(self) -> tuple[dict[str, Tensor], csr_matrix]:
@@ -77,45 +100,21 @@ class Factors:
             if len(layout.terms) == 1:
                 classes[name] = layout.terms[0][0].expand(layout.shape)
                 continue
-            (a, one), (b, two) = (_kinds(index) for index, _ in layout.terms)
+            (a, one), (b, two) = (self._kinds(index) for index, _ in layout.terms)
             pairs = np.repeat(a, len(b)), np.tile(b, len(a))
             blocks.append(self.rows(layout, pairs))
-            classes[name] = (count + one * len(b) + two).expand(layout.shape)
+            places = one * len(b) + two if len(b) > 1 else one
+            classes[name] = (count + places).expand(layout.shape)
             count += len(a) * len(b)
         matrix = vstack(blocks).tocsr()
         matrix.eliminate_zeros()
         return classes, matrix
 
-
-def _kinds(index: Tensor) -> tuple[Array, Tensor]:
-    values, inverse = torch.unique(index, return_inverse=True)
-    return values.numpy(), inverse
-
-
-def _classes(factors: Factors) -> dict[str, Tensor]:
-    return factors.written_out[0]
-
-
-def _matrix(factors: Factors) -> csr_matrix:
-    return factors.written_out[1]
-
-
-class _Once:
-    """A field that may be given as a function, which is called when the field is first read."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            raise AttributeError(self.name)  # a field without a default
-        value = vars(instance)[self.name]
-        if callable(value):
-            value = vars(instance)[self.name] = value()
-        return value
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
+    def _kinds(self, index: Tensor) -> tuple[Array, Tensor]:
+        """The rows that differ, and the place among them of each; one place if they are one."""
+        values, inverse = np.unique(self._first[index.numpy()], return_inverse=True)
+        places = torch.from_numpy(inverse.reshape(index.shape))
+        return values, places if len(values) > 1 else places[(slice(1),) * places.ndim]
 
 
 @final
@@ -134,35 +133,20 @@ class Exponents:
     variance, the least exponent that keeps var' ≥ 0; `uncopied` says why the model cannot be
     copied, if it cannot.
 
-    A large matrix has as many classes as entries: elements are applied without, by rows and
-    columns, and `classes` and `matrix` are written out when somebody asks for them.
+    A large weight may have as many classes as entries: elements are applied without, by the rows
+    and columns of `factors`, and `classes` and `matrix` are written out when somebody asks.
     """
 
+    factors: Factors
     means: Mapping[str, Tensor]
     deviations: Mapping[str, Tensor]
     eps: Mapping[str, float]
-    classes: Any = _Once()  # a mapping of names to tensors
-    matrix: csr_matrix = _Once()
     floors: Mapping[int, float] = field(default_factory=dict)
     uncopied: str = ""
 
-    @classmethod
-    def of(cls, factors: Factors, **others: Any) -> Exponents:
-        """Those of a network; classes and matrix are not written out."""
-        made = cls(classes=partial(_classes, factors), matrix=partial(_matrix, factors), **others)
-        vars(made)["factors"] = factors
-        return made
-
-    @cached_property
-    def factors(self) -> Factors:
-        """What elements are applied by."""
-        layouts = {n: Layout(tuple(c.shape), ((c, 1.0),)) for n, c in self.all_classes().items()}
-        return Factors(layouts, self.matrix, self.matrix.shape[0])
-
     def mapped(self, change: Callable[[csr_matrix], csr_matrix]) -> Exponents:
         """With other columns."""
-        others = {n: getattr(self, n) for n in ("means", "deviations", "eps", "floors", "uncopied")}
-        return Exponents.of(self.factors.mapped(change), **others)
+        return replace(self, factors=self.factors.mapped(change))
 
     @property
     def names(self) -> list[str]:
@@ -170,9 +154,21 @@ class Exponents:
         statistics = {**self.means, **self.deviations}
         return [name for name in self.factors.layouts if name not in statistics]
 
-    def all_classes(self) -> dict[str, Tensor]:
-        """Those of parameters and of statistics."""
-        return {**self.classes, **self.means, **self.deviations}
+    @property
+    def classes(self) -> dict[str, Tensor]:
+        """Of every parameter the class of each entry."""
+        classes, _ = self.factors.written_out
+        return {name: classes[name] for name in self.names}
+
+    def kinds(self, name: str) -> Array:
+        """The classes that occur in a parameter."""
+        kinds: Array = squash(self.classes[name]).unique().numpy()
+        return kinds
+
+    @property
+    def matrix(self) -> csr_matrix:
+        """The exponents of every class."""
+        return self.factors.written_out[1]
 
     def element(self, u: Tensor) -> Element:
         """The element, clipped where a running variance would become negative."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.risk import logits, unwrap
-from saltflat.session import RandomState, lend
+from saltflat.session import RandomState, TensorValues, lend
 from saltflat.symmetries.element import Element, duplicate
 from saltflat.symmetries.example import arguments
 from saltflat.symmetries.group import Group
@@ -51,14 +51,13 @@ class Widen(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = torch.float64
-        if op._schema.is_mutable:
-            result = op(*args, **kwargs)
-        else:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not op._schema.is_mutable and any(t.dtype in NARROW for t in tensors):
             args, kwargs = widened((args, kwargs))
-            result = op(*args, **kwargs)
-            # What is made of numbers alone is made in the default type.
-            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-                result = widened(result)
+        result = op(*args, **kwargs)
+        # What is made of numbers alone is made in the default type.
+        if not op._schema.is_mutable and not tensors:
+            result = widened(result)
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.rounded |= {leaf.dtype for leaf in leaves if leaf.dtype in NARROW}
         return result
@@ -106,9 +105,12 @@ class Evaluation:
         self._held = {**named, **dict(model.named_buffers())}
         self._wide = isinstance(mode, Widen)
         self._replaced: bool | None = None  # not known before the first answers
+        self._contiguous = False  # whether values must be
         self._tensors = dict(self._held)
         if self._wide:
-            self._tensors = {name: _leaf(t, differentiable) for name, t in self._held.items()}
+            self._tensors = {
+                name: _leaf(t, differentiable and name in named) for name, t in self._held.items()
+            }
         self.parameters = {name: self._tensors[name] for name in named}
 
     @property
@@ -126,31 +128,29 @@ class Evaluation:
             return self._mode.rounded
         return {t.dtype for t in self.own.values() if t.dtype in NARROW}
 
-    def answers(self, values: Values | None = None, only: set[str] | None = None) -> list[Tensor]:
+    def answers(self, values: Values | None = None) -> list[Tensor]:
         """The tensors that are the answer, with some of the values replaced.
 
         The model gets copies, so that a forward pass which writes to its parameters does no harm,
         and the same random numbers every time. Values that a function makes are not copied: a
-        tensor for a name, or None to leave that one as it is. With `only`, other tensors stay as
-        they were in the last answers.
+        tensor for a name, or None to leave that one as it is.
         """
         if self._wide and self._replaced is None:
-            self._replaced, raw = self._borrowing(values)
-            if self._replaced:
-                return raw
-            self._tensors = self._held
+            answers = self._borrowing(values)
+            self._replaced = answers is not None
+            if answers is not None:
+                return answers
+            self._contiguous, self._tensors = True, self._held
             self.parameters.update({name: self._held[name] for name in self.parameters})
-        return self._answers(values, only)
+        self._put(values)
+        return self._answers()
 
-    def _answers(self, values: Values | None, only: set[str] | None = None) -> list[Tensor]:
-        self._put(values, only)
+    def _answers(self) -> list[Tensor]:
         raw = self.output(self._call())
         return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
 
-    def _put(self, values: Values | None, only: set[str] | None) -> None:
+    def _put(self, values: Values | None) -> None:
         for name, tensor in self._tensors.items():
-            if only is not None and name not in only:
-                continue
             own = self.own[name]
             dtype = torch.float64 if self._wide and own.dtype in NARROW else own.dtype
             made = None
@@ -160,7 +160,8 @@ class Evaluation:
             if made is None:
                 given = values if isinstance(values, Mapping) else {}
                 made = given.get(name, own).to(dtype, copy=True)
-            tensor.data = made.to(dtype)
+            made = made.to(dtype)
+            tensor.data = made.contiguous() if self._contiguous else made
         self._random.restore()
 
     def _call(self) -> Any:
@@ -168,19 +169,21 @@ class Evaluation:
             return run(self.model, self.example)
         return functional_call(self.model, self._tensors, *arguments(self.example))
 
-    def _borrowing(self, values: Values | None) -> tuple[bool, list[Tensor]]:
-        """Whether the model computes with the tensors that it is called with, and its answers.
+    def _borrowing(self, values: Values | None) -> list[Tensor] | None:
+        """The answers, if the model computes with the tensors that it is called with.
 
         One that holds its parameters in a list beside, or a ScriptModule, does not.
         """
         reads = _Reads({memory(t): name for name, t in self._held.items() if memory(t)})
         self._replaced = True
-        try:
-            with reads:
-                answers = self._answers(values)
-        except Exception:
-            return False, []
-        return not reads.met, answers
+        for self._contiguous in (False, True):
+            self._put(values)
+            with suppress(Exception), reads:
+                answers = self._answers()
+                return None if reads.met else answers
+            if all(t.is_contiguous() for t in self._tensors.values()):
+                break
+        return None
 
 
 def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
@@ -192,9 +195,18 @@ def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
 
 @contextmanager
 def evaluation(
-    model: nn.Module, example: Any, output: Output, *, wide: bool, differentiable: bool = False
+    model: nn.Module,
+    example: Any,
+    output: Output,
+    *,
+    wide: bool,
+    differentiable: bool = False,
+    values: TensorValues | None = None,
 ) -> Iterator[Evaluation]:
-    """Lend the model for answers, in float64 if `wide` and in its own precision if not."""
+    """Lend the model for answers, in float64 if `wide` and in its own precision if not.
+
+    `values` are a copy of what its tensors hold; without, one is made.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = RandomState(None, device)
     measured = {id(p) for p in model.parameters()} if differentiable else set[int]()
@@ -202,7 +214,7 @@ def evaluation(
     tensors = (*model.named_parameters(), *model.named_buffers())
     own = {name: t.data for name, t in tensors}  # which the mode would widen
     try:
-        with lend(model, measured, None), torch.set_grad_enabled(differentiable), mode:
+        with lend(model, measured, None, (), values), torch.set_grad_enabled(differentiable), mode:
             shown = widened(example) if wide else example
             yield Evaluation(model, shown, output, state, mode, differentiable, own)
     finally:
@@ -221,11 +233,12 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
             return math.inf
         a, b = _real(a), _real(b)
         finite = a.isfinite()
-        compared |= bool(finite.any())
-        if not torch.equal(a[~finite].nan_to_num(0.5), b[~finite].nan_to_num(0.5)):
-            return math.inf
-        a, b = a[finite], b[finite]
+        if not bool(finite.all()):
+            if not torch.equal(a[~finite].nan_to_num(0.5), b[~finite].nan_to_num(0.5)):
+                return math.inf
+            a, b = a[finite], b[finite]
         if a.numel():
+            compared = True
             moved = float((a - b).abs().max())
             largest = max(largest, moved / (float(a.abs().max()) or 1.0))
             if math.isnan(moved):
@@ -268,7 +281,13 @@ def memory(tensor: Tensor) -> int:
         return 0
 
 
-def check_copy(model: nn.Module, copied: nn.Module, example: Any, output: Output) -> None:
+def check_copy(
+    model: nn.Module,
+    copied: nn.Module,
+    example: Any,
+    output: Output,
+    values: TensorValues | None = None,
+) -> None:
     """Refuse a copy that computes with the parameters of the model that it was made of.
 
     A function that closes over the model (`lambda t: self.fc(t)` kept in a list, a `forward` that
@@ -279,7 +298,7 @@ def check_copy(model: nn.Module, copied: nn.Module, example: Any, output: Output
     tensors = (*model.named_parameters(), *model.named_buffers())
     reads = _Reads({memory(t): name for name, t in tensors if memory(t)})
     try:
-        with evaluation(copied, example, output, wide=False) as lent, reads:
+        with evaluation(copied, example, output, wide=False, values=values) as lent, reads:
             run(lent.model, lent.example)
     except Exception:
         if not reads.met:
@@ -341,7 +360,13 @@ def verify(
 
 
 def confirm(
-    group: Group, model: nn.Module, example: Any, output: Output, *, steady: bool
+    group: Group,
+    model: nn.Module,
+    example: Any,
+    output: Output,
+    *,
+    steady: bool,
+    values: TensorValues | None = None,
 ) -> tuple[str, ...]:
     """Apply random elements of a group that was just found, and compare the outputs.
 
@@ -359,7 +384,7 @@ def confirm(
     few = sum(p.numel() for p in parameters) <= WIDEST
     wide = few and all(p.device.type != "mps" for p in parameters)  # which has no float64
     try:
-        with evaluation(model, example, output, wide=wide) as lent, torch.no_grad():
+        with evaluation(model, example, output, wide=wide, values=values) as lent, torch.no_grad():
             return _Confirmation(group, lent, steady).notes()
     except SaltflatError:
         raise
@@ -367,7 +392,7 @@ def confirm(
         if not wide:
             raise
     # Some models cannot run in float64: they look at bits, or own an operator for one type.
-    with evaluation(model, example, output, wide=False) as lent, torch.no_grad():
+    with evaluation(model, example, output, wide=False, values=values) as lent, torch.no_grad():
         return _Confirmation(group, lent, steady).notes()
 
 

@@ -166,7 +166,7 @@ class Group:
                 raise InvalidValue(f"Factors must be positive. Got {alpha} for {name!r}.")
         rows, target = [], []
         for name in {*weights, *alphas}:
-            seen = e.classes[name].unique().numpy()
+            seen = e.kinds(name)
             rows.append(seen)
             target.append(np.full(len(seen), math.log(alphas.get(name, 1.0))))
         matrix = e.matrix[np.concatenate(rows)] if rows else e.matrix[:0]

@@ -17,6 +17,7 @@ from scipy.sparse import csr_matrix, vstack
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from saltflat.session import TensorValues
 from saltflat.symmetries.element import Factors, Layout
 from saltflat.symmetries.evaluate import Evaluation, evaluation
 from saltflat.symmetries.solve import Array
@@ -28,8 +29,9 @@ POINTS = 12
 
 #: of a larger parameter that stays as it is no derivative is taken, only whether it has an effect
 LARGE = 1 << 20
-#: so many numbers are drawn for a tensor, a prime
-_BLOCK = 65_537
+#: rows of a larger tensor overlap in memory, each so many numbers further on
+OVERLAPPING = 1 << 16
+_STEP = 17
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def liveness(
     output: Callable[[Any], Any],
     factors: Factors,
     names: set[str],
+    values: TensorValues | None = None,
 ) -> Liveness:
     """Look at derivatives at random points until every column of the matrix has shown an effect.
 
@@ -57,7 +60,9 @@ def liveness(
     with suppress(Exception):
         sizes = {n: _size(p.detach()) for n, p in model.named_parameters() if n in layouts}
         with (
-            evaluation(model, example, output, wide=True, differentiable=True) as lent,
+            evaluation(
+                model, example, output, wide=True, differentiable=True, values=values
+            ) as lent,
             _Leaky(),
         ):
             still = set(layouts) - factors.moving
@@ -78,7 +83,7 @@ def _observed(point: _Point, factors: Factors, layouts: Mapping[str, Layout]) ->
                 break
     # What runs without gradients, or was not followed, may have an effect all the same.
     for name in set(layouts) - seen:
-        if name in point.effective or point.matters(name):
+        if point.matters(name):
             seen.add(name)
             rows = vstack([rows, factors.rows(layouts[name], star(layouts[name]))], "csr")
     return Liveness(rows, set(layouts) - seen)
@@ -197,39 +202,22 @@ class _Point:
         large = {n for n, c in counts.items() if c > max(LARGE, sum(counts.values()) // 8)}
         self.followed = set(layouts) - (large & still)  # which derivatives are looked at
         self.before: list[Tensor] = []
-        self.effective: set[str] = set()
-        self.again: set[str] = set()  # drawn once more
+        self.again = ""  # drawn once more
 
     def _draw(self, name: str) -> Tensor | None:
         if name not in self.layouts:
             return None
-        seed = self.seed + POINTS * (name in self.again)
-        return _noise(self.lent.own[name], [seed, *name.encode()]).mul_(self.sizes[name])
+        seed = self.seed + POINTS * (name == self.again)
+        return _noise(self.lent.own[name], [seed, *name.encode()], self.sizes[name])
 
-    def _answers(self, only: set[str] | None = None) -> list[Tensor]:
-        return [t for t in self.lent.answers(self._draw, only) if t.is_floating_point()]
-
-    @torch.no_grad()
-    def _without(self) -> tuple[dict[str, list[Tensor]], set[str] | None]:
-        """Answers with each parameter that is not followed drawn once more, and what to put back.
-
-        The others stay where they are: to draw all of a large model anew takes its time.
-        """
-        after, only = {}, None
-        for name in sorted(set(self.layouts) - self.followed):
-            self.again = {name}
-            after[name] = self._answers(None if only is None else only | {name})
-            only = {name}
-        self.again = set()
-        return after, only
+    def _answers(self) -> list[Tensor]:
+        return [t for t in self.lent.answers(self._draw) if t.is_floating_point()]
 
     def effects(self, seed: int) -> dict[str, list[Array]]:
         """Entries at which the derivative of a random combination of outputs does not vanish."""
         self.seed = seed
-        moved, only = self._without() if seed == 0 else ({}, None)
-        answers = self._answers(only)
+        answers = self._answers()
         self.before = [t.detach() for t in answers]
-        self.effective |= {name for name, after in moved.items() if self._differs(after)}
         flowing = [t for t in answers if t.requires_grad]
         if not flowing:
             return {}
@@ -256,8 +244,7 @@ class _Point:
             return {n: Sizes(g.abs(), self.layouts[n]) for n, g in named if g is not None}
 
         def keep(name: str, leaf: Tensor) -> None:
-            # All that computes with the weight is done: it makes room for the others' derivatives.
-            grad, leaf.grad, leaf.data = leaf.grad, None, leaf.data.new_empty(0)
+            grad, leaf.grad = leaf.grad, None
             if grad is not None:
                 sizes[name] = Sizes(grad.detach().abs_(), self.layouts[name])
 
@@ -275,12 +262,9 @@ class _Point:
     @torch.no_grad()
     def matters(self, name: str) -> bool:
         """Do the outputs change with the parameter?"""
-        self.again = {name}
+        self.again = name
         after = self._answers()
-        self.again = set()
-        return self._differs(after)
-
-    def _differs(self, after: list[Tensor]) -> bool:
+        self.again = ""
         return any(
             float((a - b).abs().max()) > NOTHING * float(a.abs().max())
             for a, b in zip(self.before, after, strict=True)
@@ -298,13 +282,16 @@ def _any(layout: Layout) -> bool:
     return 0 not in layout.shape
 
 
-def _noise(like: Tensor, seed: list[int]) -> Tensor:
-    """Normal numbers, which repeat in a large tensor, out of step with its rows."""
+def _noise(like: Tensor, seed: list[int], scale: float = 1.0) -> Tensor:
+    """Normal numbers. Those of a large tensor need little memory: its rows overlap."""
     generator = torch.Generator().manual_seed(zlib.crc32(bytes(seed)))
-    count = like.numel()
-    block = torch.randn(min(count, _BLOCK), generator=generator, dtype=torch.float64)
-    out = torch.empty(count, dtype=torch.float64)
-    whole = count // _BLOCK * _BLOCK
-    out[:whole].view(-1, len(block) or 1).copy_(block)
-    out[whole:] = block[: count - whole]
-    return out.reshape(like.shape).to(like.device)
+    rows, strides = (len(like), _strides(like)) if like.ndim else (1, ())
+    row = like.numel() // max(1, rows)
+    step = min(row, _STEP) if like.numel() > OVERLAPPING else row
+    count = (rows - 1) * step + row if like.numel() else 0
+    numbers = torch.randn(count, generator=generator, dtype=torch.float64).mul_(scale)
+    return numbers.to(like.device).as_strided(like.shape, (step, *strides[1:]) if strides else ())
+
+
+def _strides(like: Tensor) -> tuple[int, ...]:
+    return torch.empty(like.shape, device="meta").stride()
