@@ -73,8 +73,14 @@ class Contraction:
             return out.reshape(n, batch, m).transpose(0, 1)
         if b_once:
             return self._matrix(a.reshape(batch * n, -1), b[0]).reshape(batch, n, m)
+        if a.stride(1) == 0 and b.stride(2) == 0 and not self._is_fresh(a, b):
+            return self._sum(a[:, 0], b[:, :, 0], 1)[:, :, None].expand(batch, n, m)
         grouped = self._grouped(a, b)
         return grouped if grouped is not None else self._batched(a, b)
+
+    def _is_fresh(self, *ids: Tensor) -> bool:
+        """Whether something is among them that nothing is known about."""
+        return any(bool(self.scales.is_fresh(i).any()) for i in ids)
 
     def _grouped(self, a: Tensor, b: Tensor) -> Tensor | None:
         """Many small weights at once, as in a depthwise convolution."""
@@ -214,13 +220,15 @@ class Contraction:
         if a.shape[0] * a.shape[1] * b.shape[1] > LARGEST:
             raise NotUnderstood
         shape = (len(a), a.shape[1], b.shape[1])
-        left, right = a[:, :, None].expand(shape), b[None].expand(shape)
-        some = ((left != ANY) & (right != ANY)).to(torch.int64).argmax(1, keepdim=True)
-        left0, right0 = left.gather(1, some), right.gather(1, some)
-        scales.relate(
-            [left, right, left0.expand(shape), right0.expand(shape)], [1.0, 1.0, -1.0, -1.0]
-        )
-        return scales.combine(left0[:, 0], right0[:, 0])[back_rows][:, back_columns]
+        out = self._sum(a[:, :, None].expand(shape), b[None].expand(shape), 1)
+        return out[:, 0][back_rows][:, back_columns]
+
+    def _sum(self, a: Tensor, b: Tensor, dim: int) -> Tensor:
+        """Ids of Σ a · b along a dimension, which is kept: all terms have one scale."""
+        some = ((a != ANY) & (b != ANY)).to(torch.int64).argmax(dim, keepdim=True)
+        a0, b0 = a.gather(dim, some), b.gather(dim, some)
+        self.scales.relate([a, b, a0.expand_as(a), b0.expand_as(b)], [1.0, 1.0, -1.0, -1.0])
+        return self.scales.combine(a0, b0)
 
 
 def bmm(step: Step, a: Operand, b: Operand) -> Tensor:
