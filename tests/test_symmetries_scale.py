@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scaling_networks import BY_NAME, ready
+from scaling_networks import BY_NAME, Case, brute_force, ready
 from torch import Tensor, nn
 
 from saltflat.symmetries import find, liveness, symmetries, verify
@@ -72,6 +72,98 @@ def test_entry_by_entry_gives_the_same_group(name: str, monkeypatch: pytest.Monk
     rank = np.linalg.matrix_rank(a)
     assert a.shape == b.shape
     assert rank == a.shape[1] == np.linalg.matrix_rank(np.concatenate([a, b], 1))
+
+
+class Shared(nn.Module):
+    """Two uses of one weight: whole, then whole again or without a row and with a mask."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.split = nn.Linear(3, 4), nn.Linear(4, 2), split
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.fc1.weight, self.fc1.bias
+        h = F.relu(F.linear(x, weight, bias))
+        if self.split:
+            part = F.linear(x, weight * torch.tensor([1.0, 0.0, 1.0]).to(x), bias)[:, :2]
+            return self.fc2(h) + part.sin()
+        return self.fc2(h) + self.fc2(F.relu(F.linear(2 * x, weight, bias)))
+
+
+@pytest.mark.parametrize(("split", "dimension"), [(False, 4), (True, 2)])
+def test_ids_are_split_where_the_graph_splits_them(
+    split: bool, dimension: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is used in part has an id an entry, what is used as a whole has none."""
+    written = []
+    entries = variables.Weight.entries
+
+    def spy(self: Any) -> Tensor:
+        written.append(self.label)
+        return entries(self)
+
+    monkeypatch.setattr(variables.Weight, "entries", spy)
+    case = Case("shared", lambda: Shared(split), lambda: torch.randn(30, 3).double())
+    model, example = ready(case)
+    group = symmetries(model, example)
+    assert ("fc1.weight" in written) == split
+    assert "fc2.weight" not in written
+    assert len(group) == dimension == brute_force(case)
+    verify(model, group.random(0, 1e3), example, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", ["vgg_bn", "siamese", "bert", "gpt2", "encoder", "unet"])
+def test_points_with_overlapping_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "OVERLAPPING", 0)
+    model, example = ready(BY_NAME[name])
+    group = symmetries(model, example)
+    assert len(group) == brute_force(BY_NAME[name])
+
+
+class Flat(nn.Module):
+    """Its weight is viewed as a vector, which needs it in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.fc = nn.Parameter(torch.randn(4, 3)), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(-1).view(4, 3)
+        return self.fc(F.relu(self.norm(F.linear(x, weight))))
+
+
+@pytest.mark.parametrize("least", [0, 1 << 16])
+def test_graphs_that_the_user_holds_survive(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is called with other tensors, never given other parameters for a while."""
+    monkeypatch.setattr(liveness, "OVERLAPPING", least)
+    torch.manual_seed(0)
+    model, x = Flat(), torch.randn(5, 3)
+    model(x)  # BatchNorm has statistics
+    loss = model.eval()(x).square().sum()
+    group = symmetries(model, x)
+    assert len(group) == 8, "four filters before BatchNorm, four units after it"
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert all(g is not None and g.abs().sum() > 0 for g in grads)
+
+
+def test_classes_are_of_parameters_alone_and_of_distinct_exponents() -> None:
+    model, example = ready(BY_NAME["vgg_bn"])
+    group = symmetries(model, example)
+    assert set(group.exponents().classes) == {n for n, _ in model.named_parameters()}
+    wide = nn.Sequential(nn.Linear(9, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU())
+    model = nn.Sequential(*wide, nn.Linear(30, 2)).double()
+    units = symmetries(model, torch.randn(4, 9).double())
+    layers = units.only("layer").exponents()
+    assert len(layers.kinds("2.weight")) == 1, "one factor for the whole weight"
+    assert layers.factors.uniform("2.weight")
+    assert len(units.exponents().kinds("2.weight")) == 600, "one for every entry"
+    assert not units.exponents().factors.uniform("2.weight")
+    for group in (units, units.only("layer")):
+        e, element = group.exponents(), group.random(0)
+        factor = torch.from_numpy(np.exp(e.matrix @ element.logs.numpy()))
+        for name, told in element.factors().items():
+            assert torch.allclose(factor[e.classes[name]], told)
 
 
 class Tied(nn.Module):
