@@ -115,6 +115,7 @@ def test_ids_are_split_where_the_graph_splits_them(
 @pytest.mark.parametrize("name", ["vgg_bn", "siamese", "bert", "gpt2", "encoder", "unet"])
 def test_points_with_overlapping_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "OVERLAPPING", 0)
+    monkeypatch.setattr(liveness, "STEP", 2)
     model, example = ready(BY_NAME[name])
     group = symmetries(model, example)
     assert len(group) == brute_force(BY_NAME[name])
@@ -137,6 +138,7 @@ class Flat(nn.Module):
 def test_graphs_that_the_user_holds_survive(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is called with other tensors, never given other parameters for a while."""
     monkeypatch.setattr(liveness, "OVERLAPPING", least)
+    monkeypatch.setattr(liveness, "STEP", 2)
     torch.manual_seed(0)
     model, x = Flat(), torch.randn(5, 3)
     model(x)  # BatchNorm has statistics

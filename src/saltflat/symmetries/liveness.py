@@ -31,7 +31,7 @@ POINTS = 12
 LARGE = 1 << 20
 #: rows of a larger tensor overlap in memory, each so many numbers further on
 OVERLAPPING = 1 << 16
-_STEP = 17
+STEP = 17
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _noise(like: Tensor, seed: list[int], scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(bytes(seed)))
     rows, strides = (len(like), _strides(like)) if like.ndim else (1, ())
     row = like.numel() // max(1, rows)
-    step = min(row, _STEP) if like.numel() > OVERLAPPING else row
+    step = min(row, STEP) if like.numel() > OVERLAPPING else row
     count = (rows - 1) * step + row if like.numel() else 0
     numbers = torch.randn(count, generator=generator, dtype=torch.float64).mul_(scale)
     return numbers.to(like.device).as_strided(like.shape, (step, *strides[1:]) if strides else ())
