@@ -116,7 +116,7 @@ class Assembly:
         solution = null_space(vstack([self.equations, *soft]).tocsr())
         return Basis(
             factors=Factors(layouts, (self.rows(members) @ solution).tocsr(), single),
-            units=[self._unit(v) for v in first_rows(solution)],
+            units=self._units(first_rows(solution)),
             scales=solution,
             places=self.places,
             bilinear=self._bilinear(),
@@ -159,9 +159,11 @@ class Assembly:
         places: Array = np.searchsorted(starts, self.variables.numpy(), side="right") - 1
         return places
 
-    def _unit(self, variable: int) -> tuple[str, int]:
-        site = self.scales.sites[self.places[variable]]
-        return site.label, int(self.variables[variable]) - site.start
+    def _units(self, variables: list[int]) -> list[tuple[str, int]]:
+        """The place and the unit of each."""
+        sites = [self.scales.sites[place] for place in self.places[variables]]
+        numbers = self.variables[variables].tolist()
+        return [(site.label, i - site.start) for site, i in zip(sites, numbers, strict=True)]
 
     def _bilinear(self) -> Array:
         """Variables of the two sides of a product of activations, as in attention."""
@@ -179,7 +181,7 @@ class Assembly:
         late[np.unique(pinned.nonzero()[1])] = True
         solution = null_space(self.equations.tocsr(), late)
         columns = independent(pinned @ solution)
-        return [self._unit(v) for v in first_rows(solution[:, columns])]
+        return self._units(first_rows(solution[:, columns]))
 
 
 def first_rows(matrix: csr_matrix) -> list[int]:

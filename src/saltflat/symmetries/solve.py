@@ -18,8 +18,9 @@ def null_space(equations: csr_matrix, late: Array | None = None) -> csr_matrix:
     """A sparse basis, as columns, of the x with `equations @ x = 0`.
 
     Equations of one term (x_i = 0) and of two opposite terms (x_i = x_j) are solved first, by
-    connected components; few are left for elimination. A variable that is True in `late` is
-    solved for only if nothing else can be: it stays free where it may.
+    connected components, then those with a variable that no other has; few are left for
+    elimination. A variable that is True in `late` is solved for only if nothing else can be: it
+    stays free where it may.
     """
     count = equations.shape[1]
     basis = identity(count, format="csr")
@@ -28,6 +29,8 @@ def null_space(equations: csr_matrix, late: Array | None = None) -> csr_matrix:
         equations = _clean(equations)
         lengths = np.diff(equations.indptr)
         merge = _components(equations, lengths)
+        if merge is None:
+            merge = _alone(equations, late)
         if merge is None:
             break
         basis, equations = basis @ merge, equations @ merge
@@ -65,6 +68,25 @@ def _components(equations: csr_matrix, lengths: Array) -> csr_matrix | None:
     rank[np.argsort(first)] = np.arange(len(names))
     columns = rank[np.searchsorted(names, label[free])]
     return coo_matrix((np.ones(len(free)), (free, columns)), shape=(count, len(names))).tocsr()
+
+
+def _alone(equations: csr_matrix, late: Array) -> csr_matrix | None:
+    """The map from the others to all variables, where some occur in one equation each."""
+    counts = np.bincount(equations.indices, minlength=equations.shape[1])
+    row = np.repeat(np.arange(equations.shape[0]), np.diff(equations.indptr))
+    column, data = equations.indices, equations.data
+    alone = (counts[column] == 1) & (np.abs(data) == 1) & ~late[column]
+    if not alone.any():
+        return None
+    pivot, sign = np.full(equations.shape[0], -1), np.zeros(equations.shape[0])
+    pivot[row[alone]], sign[row[alone]] = column[alone], data[alone]  # the last of several
+    others = (pivot[row] >= 0) & (column != pivot[row])
+    free = np.setdiff1d(np.arange(equations.shape[1]), pivot)
+    # x_pivot = −sign · Σ of the others.
+    rows = np.concatenate([free, pivot[row[others]]])
+    columns = np.searchsorted(free, np.concatenate([free, column[others]]))
+    values = np.concatenate([np.ones(len(free)), -sign[row[others]] * data[others]])
+    return coo_matrix((values, (rows, columns)), shape=(equations.shape[1], len(free))).tocsr()
 
 
 def _eliminate(equations: csr_matrix, late: Array) -> tuple[csr_matrix, list[int]]:

@@ -214,7 +214,6 @@ class Contraction:
 
     def _explicit(self, a: Tensor, b: Tensor) -> Tensor:
         """Every term written out, if there are not too many."""
-        scales = self.scales
         (rows, back_rows), (columns, back_columns) = unique_rows(a), unique_rows(b.T)
         a, b = a[rows], b[:, columns]
         if a.shape[0] * a.shape[1] * b.shape[1] > LARGEST:
