@@ -103,8 +103,9 @@ WORK: dict[str, Work] = {
 
 
 def peak() -> float:
-    """The largest resident size so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    """The largest resident size so far, in bytes; `ru_maxrss` would count the parent's, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
 def resident() -> float:
@@ -114,8 +115,10 @@ def resident() -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call took: seconds, seconds of the processor, bytes."""
+    """What one call took: seconds, seconds of the processor, bytes; and the model."""
 
+    parameters: int
+    size: int
     dimension: str
     seconds: float
     spent: float
@@ -133,7 +136,10 @@ def cost(name: str, threads: int) -> Cost:
     before, start, spent = resident(), time.perf_counter(), time.process_time()
     dimension = call(model, example)
     seconds, spent = time.perf_counter() - start, time.process_time() - spent
-    return Cost(dimension, seconds, spent, peak() - before)
+    parameters = list(model.parameters())
+    count = sum(p.numel() for p in parameters)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    return Cost(count, size, dimension, seconds, spent, peak() - before)
 
 
 def row(name: str, threads: int, repeats: int) -> str:
@@ -145,14 +151,12 @@ def row(name: str, threads: int, repeats: int) -> str:
         if done.returncode:
             return f"| {name} | | | failed: {done.stderr.strip().splitlines()[-1:]} | | | |"
         costs.append(Cost(**json.loads(done.stdout.strip().splitlines()[-1])))
-    model = WORK[name][0]()
-    count = sum(p.numel() for p in model.parameters())
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    first = costs[0]
     seconds, spent = min(c.seconds for c in costs), min(c.spent for c in costs)
     extra = min(c.extra for c in costs)
     return (
-        f"| {name} | {count / 1e6:.1f} M | {costs[0].dimension} | {seconds:.1f} s | {spent:.1f} s "
-        f"| {extra / 2**20:.0f} MiB | {extra / size:.1f} |"
+        f"| {name} | {first.parameters / 1e6:.1f} M | {first.dimension} | {seconds:.1f} s "
+        f"| {spent:.1f} s | {extra / 2**20:.0f} MiB | {extra / first.size:.1f} |"
     )
 
 
