@@ -289,7 +289,7 @@ def test_a_broken_symmetry_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> Group:
         group = symmetries(*args, **options)
         # Outgoing weights grow with the incoming ones instead of shrinking.
-        wrong = dataclasses.replace(group.exponents(), matrix=abs(group.exponents().matrix))
+        wrong = group.exponents().mapped(abs)
         return dataclasses.replace(group, _exponents=wrong)
 
     monkeypatch.setattr(import_module("saltflat.audit.procedure"), "symmetries", broken)

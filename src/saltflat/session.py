@@ -169,7 +169,7 @@ class _Place:
 
 
 @final
-class _Values:
+class TensorValues:
     """The values of tensors, where they are: small ones of a kind are compared at once."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -276,7 +276,12 @@ def _join(prefix: str, name: str) -> str:
 class _Snapshot:
     """Everything of some modules that a measurement could disturb."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Module]],
+        dtype: torch.dtype | None,
+        values: TensorValues | None = None,
+    ) -> None:
         self.parameters = _tensors(named, "_parameters")
         self.buffers = _tensors(named, "_buffers")
         self.records: list[Any] = []
@@ -293,7 +298,9 @@ class _Snapshot:
         converted = {i for i, (_, t) in registered.items() if _to_convert(t, dtype)}
         self.records += [_Place(n, t, i in converted) for i, (n, t) in everything.items()]
         # What is converted is worked on in other memory: there is nothing to copy.
-        self.records.append(_Values(pair for i, pair in everything.items() if i not in converted))
+        worked_on = (pair for i, pair in everything.items() if i not in converted)
+        self.values = TensorValues(worked_on) if values is None else values
+        self.records.append(self.values)
         counted = (t for _, t in everything.values() if not t.is_inference())
         self.versions = _unsafe_preserve_version_counter(tuple(counted))
 
@@ -473,24 +480,31 @@ def full_precision(device: torch.device) -> Iterator[None]:
         matmul.allow_tf32 = before
 
 
+def values_of(model: nn.Module) -> TensorValues:
+    """A copy of what the tensors of a model hold, for several loans in a row."""
+    return _Snapshot(list(model.named_modules()), None).values
+
+
 @contextmanager
 def lend(
     model: nn.Module,
     measured: set[int],
     dtype: torch.dtype | None,
     beside: Sequence[nn.Module] = (),
+    values: TensorValues | None = None,
 ) -> Iterator[Loan]:
     """Put the model into the state in which it is measured; undo it on the way out.
 
     `measured` are the ids of the parameters to differentiate by; `dtype`, when given, is the
     floating dtype in which everything is computed. Modules `beside` the model (those of a loss)
     are lent in the same way, but for their parameters' `requires_grad`, which stays as it is.
+    `values` are what tensors are put back to, if a copy was made before: for loans in a row.
     """
     own = dict(model.named_modules())
     others = [("loss." + n if n else "loss", m) for b in beside for n, m in b.named_modules()]
     known = {id(m) for m in own.values()}
     named = [*own.items(), *{id(m): (n, m) for n, m in others if id(m) not in known}.values()]
-    snapshot = _Snapshot(named, dtype)
+    snapshot = _Snapshot(named, dtype, values)
     loan = Loan()
     try:
         with ExitStack() as stack:

@@ -83,9 +83,9 @@ def _layers(group: Group) -> Family:
     layers = group.only("layer")
     e = layers.exponents()
     rows = [csr_matrix((0, len(layers)))]
-    for classes in e.classes.values():
+    for name, classes in e.classes.items():
         if classes.ndim > 1:
-            part = e.matrix[np.unique(classes.numpy())]
+            part = e.matrix[e.kinds(name)]
             rows.append(part[1:] - part[[0] * (part.shape[0] - 1)])
     basis = null_space(vstack(rows).tocsr())
     columns = basis.tocsc()

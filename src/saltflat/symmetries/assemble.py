@@ -11,36 +11,33 @@ import torch
 from scipy.sparse import coo_matrix, csr_matrix, vstack
 from torch import Tensor
 
+from saltflat.symmetries.element import Factors, Layout
 from saltflat.symmetries.propagate import Propagation
-from saltflat.symmetries.scales import DERIVED, PINNED
+from saltflat.symmetries.scales import DERIVED, PINNED, Terms
 from saltflat.symmetries.solve import Array, independent, null_space
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Every rescaling is `exp(matrix @ u)`, a factor for each class of entries.
+    """Every rescaling, `factors.matrix @ u` for the logarithms of what entries are multiplied by.
 
-    `classes` gives each entry of a parameter (and of BatchNorm's statistics) its row of `matrix`,
     `units` gives each column the place and the unit after which it is named, `scales` what the
     column does to the variables of the network, and `places` where those were made.
     """
 
-    classes: dict[str, Tensor]
-    means: dict[str, Tensor]
-    deviations: dict[str, Tensor]
-    matrix: csr_matrix
+    factors: Factors
     units: list[tuple[str, int]]
     scales: csr_matrix
     places: Array
     bilinear: Array
     approximate: list[tuple[str, int]]
 
-    def restricted(self, alive: Array) -> Basis:
-        """A basis of what is done to the classes that are True in `alive`."""
-        columns = independent(self.matrix[alive])
+    def restricted(self, rows: csr_matrix) -> Basis:
+        """A basis of what is done to entries with these rows."""
+        columns = independent(rows)
         return replace(
             self,
-            matrix=self.matrix[:, columns],
+            factors=self.factors.mapped(lambda matrix: matrix[:, columns]),
             units=[self.units[c] for c in columns],
             scales=self.scales[:, columns],
         )
@@ -52,18 +49,23 @@ class Assembly:
 
     def __init__(self, propagation: Propagation) -> None:
         self.propagation, self.scales = propagation, propagation.scales
+        statistics = {**propagation.means, **propagation.deviations}
+        own = {**propagation.parameters(), **{n: ((i, 1.0),) for n, i in statistics.items()}}
         terms, factors = self.scales.definitions()
         terms = self.scales.find(terms)
         relations = [(self.scales.find(ids), f) for ids, f in self.scales.relations]
-        own = {**propagation.parameters, **propagation.means, **propagation.deviations}
-        self.ids = {n: self.scales.find(i) for n, i in own.items()}
+        self.terms = {n: self._found(t) for n, t in own.items()}
         self.soft = [(label, self.scales.find(i)) for label, i in self.scales.soft]
         self.bilinear = [self.scales.find(i).flatten() for i in self.scales.bilinear]
-        self._number([terms, *[i for i, _ in relations], *self.ids.values()])
+        own_ids = [i for t in self.terms.values() for i, _ in t]
+        self._number([terms, *[i for i, _ in relations], *own_ids])
         self._expand(terms, factors)
         self.equations = vstack(
             [csr_matrix((0, self.count)), *[self._combination(i, f) for i, f in relations]]
         )
+
+    def _found(self, terms: Terms) -> Terms:
+        return tuple((self.scales.find(ids), factor) for ids, factor in terms)
 
     def _number(self, tensors: list[Tensor]) -> None:
         """Consecutive numbers for the variables that occur anywhere."""
@@ -109,43 +111,46 @@ class Assembly:
 
     def solve(self) -> Basis:
         """All solutions, with the columns as they come: some may do nothing, or the same."""
-        classes, members = self._classes()
+        layouts, members, single = self._layouts()
         soft = [self.rows(i) for _, i in self.soft]
         solution = null_space(vstack([self.equations, *soft]).tocsr())
-        propagation = self.propagation
         return Basis(
-            classes={n: classes[n] for n in propagation.parameters},
-            means={n: classes[n] for n in propagation.means},
-            deviations={n: classes[n] for n in propagation.deviations},
-            matrix=(self.rows(members) @ solution).tocsr(),
-            units=[self._unit(v) for v in first_rows(solution)],
+            factors=Factors(layouts, (self.rows(members) @ solution).tocsr(), single),
+            units=self._units(first_rows(solution)),
             scales=solution,
             places=self.places,
             bilinear=self._bilinear(),
             approximate=self._approximate(soft),
         )
 
-    def _classes(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Entries with one canonical id form a class; returns the classes and their ids."""
-        base = torch.zeros(self.scales.count, dtype=torch.bool)
-        derived = torch.zeros(self.derived.shape[0], dtype=torch.bool)
-        for ids in self.ids.values():
-            base[ids[ids < DERIVED]] = True
-            derived[ids[ids >= DERIVED] - DERIVED] = True
-        members = torch.cat([base.nonzero().flatten(), derived.nonzero().flatten() + DERIVED])
-        offset = int(base.sum())
-        base_rank, derived_rank = base.cumsum(0) - 1, derived.cumsum(0) - 1 + offset
-        if len(derived_rank) == 0:
-            derived_rank = torch.zeros(1, dtype=torch.int64)
-        classes = {
-            name: torch.where(
-                ids < DERIVED,
-                base_rank[torch.where(ids < DERIVED, ids, 0)],
-                derived_rank[torch.where(ids < DERIVED, 0, ids - DERIVED)],
-            )
-            for name, ids in self.ids.items()
+    def _layouts(self) -> tuple[dict[str, Layout], Tensor, int]:
+        """The variables that entries are made of, those that are an entry's own first."""
+        base = torch.full((self.scales.count,), -1)
+        derived = torch.full((max(1, self.derived.shape[0]),), -1)
+        members, counts = [torch.empty(0, dtype=torch.int64)], [0]
+        every = list(self.terms.values())
+        for group in ([t for t in every if len(t) == 1], [t for t in every if len(t) > 1]):
+            for rank, offset in ((base, 0), (derived, DERIVED)):
+                seen = torch.zeros(len(rank), dtype=torch.bool)
+                for ids in (ids for terms in group for ids, _ in terms):
+                    seen[ids[(ids >= DERIVED) == (offset > 0)] - offset] = True
+                new = (seen & (rank < 0)).nonzero().flatten()
+                rank[new] = torch.arange(len(new)) + counts[-1]
+                members.append(new + offset)
+                counts.append(counts[-1] + len(new))
+        ranked = {
+            name: tuple((self._ranked(ids, base, derived), f) for ids, f in terms)
+            for name, terms in self.terms.items()
         }
-        return classes, members
+        shapes = self.propagation.shapes
+        return {n: Layout(shapes[n], t) for n, t in ranked.items()}, torch.cat(members), counts[2]
+
+    def _ranked(self, ids: Tensor, base: Tensor, derived: Tensor) -> Tensor:
+        plain = ids < DERIVED
+        rank = base[torch.where(plain, ids, 0)]
+        if not plain.all():
+            rank = torch.where(plain, rank, derived[torch.where(plain, 0, ids - DERIVED)])
+        return rank
 
     @cached_property
     def places(self) -> Array:
@@ -154,9 +159,11 @@ class Assembly:
         places: Array = np.searchsorted(starts, self.variables.numpy(), side="right") - 1
         return places
 
-    def _unit(self, variable: int) -> tuple[str, int]:
-        site = self.scales.sites[self.places[variable]]
-        return site.label, int(self.variables[variable]) - site.start
+    def _units(self, variables: list[int]) -> list[tuple[str, int]]:
+        """The place and the unit of each."""
+        sites = [self.scales.sites[place] for place in self.places[variables]]
+        numbers = self.variables[variables].tolist()
+        return [(site.label, i - site.start) for site, i in zip(sites, numbers, strict=True)]
 
     def _bilinear(self) -> Array:
         """Variables of the two sides of a product of activations, as in attention."""
@@ -174,7 +181,7 @@ class Assembly:
         late[np.unique(pinned.nonzero()[1])] = True
         solution = null_space(self.equations.tocsr(), late)
         columns = independent(pinned @ solution)
-        return [self._unit(v) for v in first_rows(solution[:, columns])]
+        return self._units(first_rows(solution[:, columns]))
 
 
 def first_rows(matrix: csr_matrix) -> list[int]:

@@ -69,16 +69,8 @@ class Least:
 def uniform_parameters(group: Group, names: Mapping[str, object]) -> set[str]:
     """The parameters that every element multiplies by one number: a trace is all they need."""
     exponents = group.exponents()
-    uniform = set()
-    for name in names:
-        classes = exponents.classes.get(name)
-        if classes is None:
-            uniform.add(name)
-            continue
-        rows = exponents.matrix[np.unique(classes.numpy())]
-        if rows.shape[0] == 1 or abs(rows - rows[[0] * rows.shape[0]]).max() == 0:
-            uniform.add(name)
-    return uniform
+    moved = set(exponents.names)
+    return {name for name in names if name not in moved or exponents.factors.uniform(name)}
 
 
 def least_trace(
@@ -173,8 +165,7 @@ class _Masses:
         )
 
     def _named(self, which: NDArray[np.bool_]) -> list[str]:
-        classes = self.exponents.classes
-        return [n for n in self.moved if which[classes[n].numpy().reshape(-1)].any()]
+        return [n for n in self.moved if which[self.exponents.kinds(n)].any()]
 
     def least(self, group: Group, negative: tuple[str, ...]) -> Least:
         noisy = np.hypot(self.masses, self.errors)
@@ -225,7 +216,8 @@ def balanced(group: Group, model: nn.Module, data: Any, *args: Any, **options: A
 def _pairs(classes: Tensor, values: Tensor) -> tuple[NDArray[np.int64], Floats]:
     """The class and the value of every entry; a trace stands for its parameter's first entry."""
     if values.ndim == 0 and classes.numel() > 1:
-        return classes.reshape(-1)[:1].numpy(), values.reshape(1).cpu().numpy()
+        first = classes[(0,) * classes.ndim]
+        return first.reshape(1).numpy(), values.reshape(1).cpu().numpy()
     return classes.reshape(-1).numpy(), values.reshape(-1).cpu().numpy()
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -21,12 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.risk import logits, unwrap
-from saltflat.session import RandomState, lend
+from saltflat.session import RandomState, TensorValues, lend
 from saltflat.symmetries.element import Element, duplicate
 from saltflat.symmetries.example import arguments
 from saltflat.symmetries.group import Group
 
 Output = Callable[[Any], Any]
+Values = Mapping[str, Tensor] | Callable[[str], Tensor | None]
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -49,14 +51,13 @@ class Widen(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = torch.float64
-        if op._schema.is_mutable:
-            result = op(*args, **kwargs)
-        else:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not op._schema.is_mutable and any(t.dtype in NARROW for t in tensors):
             args, kwargs = widened((args, kwargs))
-            result = op(*args, **kwargs)
-            # What is made of numbers alone is made in the default type.
-            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-                result = widened(result)
+        result = op(*args, **kwargs)
+        # What is made of numbers alone is made in the default type.
+        if not op._schema.is_mutable and not tensors:
+            result = widened(result)
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.rounded |= {leaf.dtype for leaf in leaves if leaf.dtype in NARROW}
         return result
@@ -82,10 +83,10 @@ def widened(example: Any) -> Any:
 class Evaluation:
     """A model that is lent, and its answers to one example.
 
-    `start` holds the values of its parameters and buffers in the type that is computed in. In
-    another type than its own the model is called with other tensors in their place: parameters
-    that changed their type, if only for a while, would be cut off from graphs that the user holds
-    and from hooks on their gradients.
+    `own` holds the values of its parameters and buffers, `start` the same in the type that is
+    computed in. In another type than its own the model is called with other tensors in their place
+    (`borrowed`): parameters that changed their type, if only for a while, would be cut off from
+    graphs that the user holds and from hooks on their gradients.
     """
 
     def __init__(
@@ -96,45 +97,71 @@ class Evaluation:
         random: RandomState,
         mode: Any,
         differentiable: bool,
+        own: Mapping[str, Tensor],
     ) -> None:
-        self.model, self.example, self.output = model, example, output
+        self.model, self.example, self.output, self.own = model, example, output, own
         self._random, self._mode = random, mode
         named = dict(model.named_parameters())
-        self._own = {**named, **dict(model.named_buffers())}
+        self._held = {**named, **dict(model.named_buffers())}
         self._wide = isinstance(mode, Widen)
         self._replaced: bool | None = None  # not known before the first answers
-        self._tensors = dict(self._own)
+        self._contiguous = False  # whether values must be
+        self._tensors = dict(self._held)
         if self._wide:
-            self._tensors = {name: _leaf(t, differentiable) for name, t in self._own.items()}
+            self._tensors = {
+                name: _leaf(t, differentiable and name in named) for name, t in self._held.items()
+            }
         self.parameters = {name: self._tensors[name] for name in named}
-        self.start = {name: t.data for name, t in self._tensors.items()}
+
+    @property
+    def borrowed(self) -> bool:
+        return bool(self._replaced)
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        return {name: widened(t) if self._wide else t for name, t in self.own.items()}
 
     @property
     def rounded(self) -> set[torch.dtype]:
         """The types narrower than float64 that were met."""
         if isinstance(self._mode, Widen):
             return self._mode.rounded
-        return {t.dtype for t in self.start.values() if t.dtype in NARROW}
+        return {t.dtype for t in self.own.values() if t.dtype in NARROW}
 
-    def answers(self, values: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    def answers(self, values: Values | None = None) -> list[Tensor]:
         """The tensors that are the answer, with some of the values replaced.
 
         The model gets copies, so that a forward pass which writes to its parameters does no harm,
-        and the same random numbers every time.
+        and the same random numbers every time. Values that a function makes are not copied: a
+        tensor for a name, or None to leave that one as it is.
         """
         if self._wide and self._replaced is None:
-            self._replaced = self._takes_others(values)
-            if not self._replaced:
-                self._tensors = self._own
-                self.parameters.update({name: self._own[name] for name in self.parameters})
+            answers = self._borrowing(values)
+            self._replaced = answers is not None
+            if answers is not None:
+                return answers
+            self._contiguous, self._tensors = True, self._held
+            self.parameters.update({name: self._held[name] for name in self.parameters})
         self._put(values)
+        return self._answers()
+
+    def _answers(self) -> list[Tensor]:
         raw = self.output(self._call())
         return [t for t in tree_leaves(raw) if isinstance(t, Tensor)]
 
-    def _put(self, values: Mapping[str, Tensor] | None) -> None:
+    def _put(self, values: Values | None) -> None:
         for name, tensor in self._tensors.items():
-            value = (values or {}).get(name, self.start[name])
-            tensor.data = value.to(self.start[name].dtype, copy=True)
+            own = self.own[name]
+            dtype = torch.float64 if self._wide and own.dtype in NARROW else own.dtype
+            made = None
+            if callable(values):
+                tensor.data = tensor.data.new_empty(0)  # what it held is not needed any more
+                made = values(name)
+            if made is None:
+                given = values if isinstance(values, Mapping) else {}
+                made = given.get(name, own).to(dtype, copy=True)
+            made = made.to(dtype)
+            tensor.data = made.contiguous() if self._contiguous else made
         self._random.restore()
 
     def _call(self) -> Any:
@@ -142,40 +169,54 @@ class Evaluation:
             return run(self.model, self.example)
         return functional_call(self.model, self._tensors, *arguments(self.example))
 
-    def _takes_others(self, values: Mapping[str, Tensor] | None) -> bool:
-        """Whether the model computes with the tensors that it is called with, and no others.
+    def _borrowing(self, values: Values | None) -> list[Tensor] | None:
+        """The answers, if the model computes with the tensors that it is called with.
 
         One that holds its parameters in a list beside, or a ScriptModule, does not.
         """
-        reads = _Reads({memory(t): name for name, t in self._own.items() if memory(t)})
+        reads = _Reads({memory(t): name for name, t in self._held.items() if memory(t)})
         self._replaced = True
-        self._put(values)
-        try:
-            with reads, torch.no_grad():
-                self._call()
-        except Exception:
-            return False
-        return not reads.met
+        for self._contiguous in (False, True):
+            self._put(values)
+            with suppress(Exception), reads:
+                answers = self._answers()
+                return None if reads.met else answers
+            if all(t.is_contiguous() for t in self._tensors.values()):
+                break
+        return None
 
 
 def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
-    wide: Tensor = widened(tensor.detach())
-    return wide.clone().requires_grad_(differentiable and wide.is_floating_point())
+    """Room for the tensor in float64."""
+    dtype = torch.float64 if tensor.dtype in NARROW else tensor.dtype
+    room = torch.empty(0, dtype=dtype, device=tensor.device)
+    return room.requires_grad_(differentiable and room.is_floating_point())
 
 
 @contextmanager
 def evaluation(
-    model: nn.Module, example: Any, output: Output, *, wide: bool, differentiable: bool = False
+    model: nn.Module,
+    example: Any,
+    output: Output,
+    *,
+    wide: bool,
+    differentiable: bool = False,
+    values: TensorValues | None = None,
 ) -> Iterator[Evaluation]:
-    """Lend the model for answers, in float64 if `wide` and in its own precision if not."""
+    """Lend the model for answers, in float64 if `wide` and in its own precision if not.
+
+    `values` are a copy of what its tensors hold; without, one is made.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = RandomState(None, device)
     measured = {id(p) for p in model.parameters()} if differentiable else set[int]()
     mode: Any = Widen() if wide else nullcontext()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    own = {name: t.data for name, t in tensors}  # which the mode would widen
     try:
-        with lend(model, measured, None), torch.set_grad_enabled(differentiable), mode:
+        with lend(model, measured, None, (), values), torch.set_grad_enabled(differentiable), mode:
             shown = widened(example) if wide else example
-            yield Evaluation(model, shown, output, state, mode, differentiable)
+            yield Evaluation(model, shown, output, state, mode, differentiable, own)
     finally:
         state.restore()
 
@@ -192,11 +233,12 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
             return math.inf
         a, b = _real(a), _real(b)
         finite = a.isfinite()
-        compared |= bool(finite.any())
-        if not torch.equal(a[~finite].nan_to_num(0.5), b[~finite].nan_to_num(0.5)):
-            return math.inf
-        a, b = a[finite], b[finite]
+        if not bool(finite.all()):
+            if not torch.equal(a[~finite].nan_to_num(0.5), b[~finite].nan_to_num(0.5)):
+                return math.inf
+            a, b = a[finite], b[finite]
         if a.numel():
+            compared = True
             moved = float((a - b).abs().max())
             largest = max(largest, moved / (float(a.abs().max()) or 1.0))
             if math.isnan(moved):
@@ -239,7 +281,13 @@ def memory(tensor: Tensor) -> int:
         return 0
 
 
-def check_copy(model: nn.Module, copied: nn.Module, example: Any, output: Output) -> None:
+def check_copy(
+    model: nn.Module,
+    copied: nn.Module,
+    example: Any,
+    output: Output,
+    values: TensorValues | None = None,
+) -> None:
     """Refuse a copy that computes with the parameters of the model that it was made of.
 
     A function that closes over the model (`lambda t: self.fc(t)` kept in a list, a `forward` that
@@ -250,7 +298,7 @@ def check_copy(model: nn.Module, copied: nn.Module, example: Any, output: Output
     tensors = (*model.named_parameters(), *model.named_buffers())
     reads = _Reads({memory(t): name for name, t in tensors if memory(t)})
     try:
-        with evaluation(copied, example, output, wide=False) as lent, reads:
+        with evaluation(copied, example, output, wide=False, values=values) as lent, reads:
             run(lent.model, lent.example)
     except Exception:
         if not reads.met:
@@ -312,7 +360,13 @@ def verify(
 
 
 def confirm(
-    group: Group, model: nn.Module, example: Any, output: Output, *, steady: bool
+    group: Group,
+    model: nn.Module,
+    example: Any,
+    output: Output,
+    *,
+    steady: bool,
+    values: TensorValues | None = None,
 ) -> tuple[str, ...]:
     """Apply random elements of a group that was just found, and compare the outputs.
 
@@ -330,7 +384,7 @@ def confirm(
     few = sum(p.numel() for p in parameters) <= WIDEST
     wide = few and all(p.device.type != "mps" for p in parameters)  # which has no float64
     try:
-        with evaluation(model, example, output, wide=wide) as lent, torch.no_grad():
+        with evaluation(model, example, output, wide=wide, values=values) as lent, torch.no_grad():
             return _Confirmation(group, lent, steady).notes()
     except SaltflatError:
         raise
@@ -338,7 +392,7 @@ def confirm(
         if not wide:
             raise
     # Some models cannot run in float64: they look at bits, or own an operator for one type.
-    with evaluation(model, example, output, wide=False) as lent, torch.no_grad():
+    with evaluation(model, example, output, wide=False, values=values) as lent, torch.no_grad():
         return _Confirmation(group, lent, steady).notes()
 
 
@@ -386,9 +440,13 @@ class _Confirmation:
         return powers.double() * math.log(2)
 
     def _drift(self, point: Mapping[str, Tensor], before: list[Tensor], logs: Tensor) -> float:
-        moved = dict(self.group.element(logs).moved(point))
+        element = self.group.element(logs)
+
+        def values(name: str) -> Tensor | None:
+            return element.applied(name, point[name]) if element.moves(name) else None
+
         try:
-            return change(before, self.lent.answers({**point, **moved}))
+            return change(before, self.lent.answers(values))
         except Exception:
             return math.inf  # it runs at the point itself
 
@@ -439,7 +497,10 @@ def _beside(start: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
         value = start[name]
         zero = value == 0
         if bool(zero.any()):
-            size = 0.1 * (float(value.double().square().mean().sqrt()) or 1.0)
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            moved[name] = torch.where(zero, (size * noise).to(value), value)
+            wide = torch.promote_types(value.dtype, torch.float32)
+            root = float(torch.linalg.vector_norm(value, dtype=wide)) / math.sqrt(value.numel())
+            count = int(zero.sum())
+            noise = torch.randn(count, generator=generator, dtype=torch.float64)
+            moved[name] = value.clone()
+            moved[name][zero] = (0.1 * (root or 1.0) * noise).to(value)
     return moved

@@ -12,6 +12,7 @@ from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
+from saltflat.session import TensorValues, values_of
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.element import Exponents, duplicate
 from saltflat.symmetries.evaluate import check_copy, confirm, evaluation, memory
@@ -66,19 +67,20 @@ def symmetries(
     inner, movable = _checked(model, parameters)
     example = inputs_of(inner, example, unpack, movable)
     answer = output or logits
-    tape = _trace(inner, example, answer)
+    values = values_of(inner)  # of which every pass below would make a copy
+    tape = _trace(inner, example, answer, values)
     named = dict(inner.named_parameters())
     movable -= _shared(tape, named)
     propagation = Propagation(tape, movable)
     used = propagation.used()
     basis = Assembly(propagation).solve()
-    classes = {n: c for n, c in basis.classes.items() if n in used}
-    live = liveness(inner, example, answer, classes, basis.matrix)
+    live = liveness(inner, example, answer, basis.factors, used, values)
     unseen = tuple(n for n in named if n in movable - used)
     dead = tuple(n for n in named if n in live.idle or (n in unseen and not tape.recorded))
     uncopied = _uncopied(inner, example, answer)
-    group = _group(inner, propagation, basis.restricted(live.classes), dead, uncopied)
-    notes = confirm(group, inner, example, answer, steady=not tape.recorded)
+    group = _group(inner, propagation, basis.restricted(live.rows), dead, uncopied)
+    steady = not tape.recorded
+    notes = confirm(group, inner, example, answer, steady=steady, values=values)
     return replace(group, notes=(*_notes(tape, unseen), *notes))
 
 
@@ -98,9 +100,11 @@ def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
     return inner, movable
 
 
-def _trace(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> Tape:
+def _trace(
+    model: nn.Module, example: Any, output: Callable[[Any], Any], values: TensorValues
+) -> Tape:
     try:
-        with evaluation(model, example, output, wide=False, differentiable=True):
+        with evaluation(model, example, output, wide=False, differentiable=True, values=values):
             return record(Answer(model, output), *arguments(example), RULES)
     except TypeError as error:
         raise InvalidType(
@@ -129,7 +133,8 @@ def _shared(tape: Tape, named: dict[str, nn.Parameter]) -> set[str]:
 def _uncopied(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> str:
     """Why elements cannot be applied to a copy of the model, or nothing."""
     try:
-        check_copy(model, duplicate(model), example, output)
+        # The copy is thrown away: there is nothing to put back.
+        check_copy(model, duplicate(model), example, output, TensorValues(()))
     except ModelError as error:
         return str(error)
     except Exception as error:
@@ -151,26 +156,26 @@ def _group(
     dead: tuple[str, ...],
     uncopied: str,
 ) -> Group:
-    matrix = basis.matrix
+    factors = basis.factors
+    means = {n: factors.layouts[n].terms[0][0] for n in propagation.means}
+    deviations = {n: factors.layouts[n].terms[0][0] for n in propagation.deviations}
     floors: dict[int, float] = {}
     statistics = set()
     buffers = dict(model.named_buffers())
-    for name, classes in basis.deviations.items():
+    for name, classes in deviations.items():
         eps, var = propagation.eps[name], buffers[name].detach().double().cpu()
         lowest = 0.5 * (eps / (var + eps)).log()
         for c, low in zip(classes.tolist(), lowest.tolist(), strict=True):
             floors[c] = max(low, floors.get(c, -math.inf))
             statistics.add(c)
-    moves = np.zeros(matrix.shape[1], bool)
-    moves[np.unique(matrix[sorted(statistics)].nonzero()[1])] = True
+    moves = np.zeros(factors.matrix.shape[1], bool)
+    moves[np.unique(factors.matrix[sorted(statistics)].nonzero()[1])] = True
     bilinear = np.asarray(abs(basis.scales.T) @ basis.bilinear.astype(float)).ravel() > 0
     generators = []
     for i, (label, unit) in enumerate(basis.units):
         kind: Kind = "batchnorm" if moves[i] else "attention" if bilinear[i] else "neuron"
         generators.append(Generator(_layer(label), unit, kind))
-    exponents = Exponents(
-        basis.classes, basis.means, basis.deviations, propagation.eps, matrix, floors, uncopied
-    )
+    exponents = Exponents(factors, means, deviations, propagation.eps, floors, uncopied)
     return Group(
         tuple(generators),
         dead,

@@ -92,9 +92,8 @@ class Group:
 
     @cached_property
     def _moved(self) -> tuple[str, ...]:
-        moving = np.diff(self._exponents.matrix.indptr) > 0
-        classes = self._exponents.classes
-        return tuple(n for n, c in classes.items() if bool(moving[c.numpy()].any()))
+        e = self._exponents
+        return tuple(name for name in e.names if name in e.factors.moving)
 
     def only(self, kind: Kind) -> Group:
         """The layer-wise subgroup, or the subgroup of the generators of another kind.
@@ -109,18 +108,18 @@ class Group:
             scales = self._scales @ combination
             labels = [self._labels[place] for place in self._places[first_rows(scales)]]
             generators = tuple(Generator(label, None, "layer") for label in labels)
-            return self._replaced(generators, self._exponents.matrix @ combination, scales)
+            exponents = self._exponents.mapped(lambda matrix: matrix @ combination)
+            return self._replaced(generators, exponents, scales)
         columns = np.flatnonzero([g.kind == kind for g in self.generators])
         return self._replaced(
             tuple(self.generators[i] for i in columns),
-            self._exponents.matrix[:, columns],
+            self._exponents.mapped(lambda matrix: matrix[:, columns]),
             self._scales[:, columns],
         )
 
     def _replaced(
-        self, generators: tuple[Generator, ...], matrix: csr_matrix, scales: csr_matrix
+        self, generators: tuple[Generator, ...], exponents: Exponents, scales: csr_matrix
     ) -> Group:
-        exponents = replace(self._exponents, matrix=matrix.tocsr())
         return replace(self, generators=generators, _exponents=exponents, _scales=scales.tocsr())
 
     # Elements.
@@ -167,7 +166,7 @@ class Group:
                 raise InvalidValue(f"Factors must be positive. Got {alpha} for {name!r}.")
         rows, target = [], []
         for name in {*weights, *alphas}:
-            seen = e.classes[name].unique().numpy()
+            seen = e.kinds(name)
             rows.append(seen)
             target.append(np.full(len(seen), math.log(alphas.get(name, 1.0))))
         matrix = e.matrix[np.concatenate(rows)] if rows else e.matrix[:0]

@@ -17,15 +17,33 @@ from saltflat.symmetries.rules import (
     contractions,
     entrywise,
     pinned,
+    rules_of,
     shapes,
 )
 from saltflat.symmetries.rules.contractions import Contraction
-from saltflat.symmetries.scales import PINNED, NotUnderstood, Scales, squash
+from saltflat.symmetries.scales import PINNED, NotUnderstood, Scales, Terms, View, Weight, squash
 from saltflat.symmetries.tape import Call, Ref, Slot, Tape, refs
 
-RULES: dict[Any, Rule] = {**shapes.RULES, **entrywise.RULES, **contractions.RULES}
+aten = torch.ops.aten
 
-BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
+
+def opaque(step: Step, *args: Any, **kwargs: Any) -> Outputs:
+    """No rule: nothing moves through."""
+    raise NotUnderstood
+
+
+#: what the exporter does not take apart either, so that a network with these is recorded as fast
+OPAQUE = rules_of(dict.fromkeys([
+    "gelu", "_softmax", "_log_softmax", "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos",
+    "arange", "full", "scalar_tensor", "any", "logical_and", "logical_or", "logical_not",
+    "bitwise_and", "bitwise_or", "bitwise_not",
+], opaque))  # fmt: skip
+RULES: dict[Any, Rule] = {
+    **{op: rule for op, rule in OPAQUE.items() if torch.Tag.core in op.tags},
+    **shapes.RULES, **entrywise.RULES, **contractions.RULES,
+}  # fmt: skip
+
+BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 
 
 @final
@@ -34,7 +52,7 @@ class Propagation:
 
     def __init__(self, tape: Tape, movable: set[str]) -> None:
         self.scales = Scales()
-        self.parameters: dict[str, Tensor] = {}
+        self.own: dict[str, Tensor | Weight] = {}  # of parameters
         self.means: dict[str, Tensor] = {}
         self.deviations: dict[str, Tensor] = {}
         self.eps: dict[str, float] = {}
@@ -54,15 +72,32 @@ class Propagation:
         for answer in tape.answers:
             self.scales.pin(self._operands[answer.index].ids)
         self.scales.settle()
-        for ids in self.parameters.values():
-            self._unread(ids)
+        for own in self.own.values():
+            ids = own.own() if isinstance(own, Weight) else own
+            if ids is not None:
+                self._unread(ids)
 
     def used(self) -> set[str]:
         """The parameters of which some operation has used an entry."""
-        scales = self.scales
+        return {n for n, own in self.own.items() if self._is_read(own)}
+
+    def _is_read(self, own: Tensor | Weight) -> bool:
+        if isinstance(own, Weight):
+            return own.is_read
+        return not bool(self.scales.is_fresh(self.scales.find(own)).all())
+
+    def parameters(self) -> dict[str, Terms]:
+        """The scales of every parameter's entries."""
         return {
-            n for n, i in self.parameters.items() if not bool(scales.is_fresh(scales.find(i)).all())
+            n: own.final() if isinstance(own, Weight) else ((own, 1.0),)
+            for n, own in self.own.items()
         }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of parameters and statistics."""
+        tensors = {**self.own, **self.means, **self.deviations}
+        return {n: tuple(t.shape) for n, t in tensors.items()}
 
     def _statistics(self, tape: Tape, calls: list[Call]) -> None:
         """Running statistics of BatchNorm move; one that serves anything else too is a constant."""
@@ -86,16 +121,22 @@ class Propagation:
             if index in self._operands or index not in self._used:
                 continue
             if slot.parameter in movable:
-                assert slot.parameter is not None
-                count = int(torch.Size(slot.shape).numel())
-                ids = self.scales.fresh(count, slot.parameter).reshape(slot.shape)
-                self.parameters[slot.parameter] = ids
-                self._operands[index] = Operand(slot.shape, slot.dtype, ids)
+                self._operands[index] = self._parameter(slot)
             elif slot.value is not None:
                 value = slot.value.detach()
                 self._operands[index] = Operand(slot.shape, slot.dtype, constant=value)
             else:  # an input, until a call makes it
                 self._operands[index] = Operand(slot.shape, slot.dtype, pinned(slot.shape))
+
+    def _parameter(self, slot: Slot) -> Operand:
+        name, shape = slot.parameter, slot.shape
+        assert name is not None
+        if len(shape) < 2:
+            ids = self.scales.fresh(torch.Size(shape).numel(), name).reshape(shape)
+            self.own[name] = ids
+            return Operand(shape, slot.dtype, ids)
+        weight = self.own[name] = Weight(self.scales, shape, name)
+        return Operand(shape, slot.dtype, view=View(weight, tuple(range(len(shape)))))
 
     def _step(self, tape: Tape, call: Call) -> None:
         def operand(leaf: Any) -> Any:
@@ -105,6 +146,10 @@ class Propagation:
         outputs = refs(call.outputs)
         inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Operand)]
         if self._fold(tape, call, args, kwargs, inputs, outputs):
+            return
+        if inputs and inputs[0].view is not None and (dims := _order(call, inputs[0].ndim)):
+            view, slot = inputs[0].view.permuted(dims), tape.slots[outputs[0].index]
+            self._operands[outputs[0].index] = Operand(slot.shape, slot.dtype, view=view)
             return
         results = self._apply(tape, call, args, kwargs, inputs)
         for ref, ids in zip(outputs, results, strict=True):
@@ -144,7 +189,7 @@ class Propagation:
         slots = [tape.slots[i] for i in indices]
         step = Step(call.op, self.scales, self._contract, tuple(s.shape for s in slots), name)
         try:
-            rule: Rule = RULES.get(call.op, _no_rule)
+            rule: Rule = RULES.get(call.op, opaque)
             result = rule(step, *args, **kwargs)
             said = [result] if isinstance(result, Tensor) or result is None else list(result)
             return [
@@ -186,6 +231,9 @@ class Propagation:
         """True iff there was something to pin."""
         if operand.constant is not None:
             return False
+        if operand.first is not None:
+            operand.first.weight.pin()
+            return True
         moving = self._moves(operand.ids)
         self.scales.pin(operand.ids)
         return moving
@@ -207,8 +255,18 @@ class Propagation:
         self.scales.pin(ids)
 
 
-def _no_rule(step: Step, *args: Any, **kwargs: Any) -> Outputs:
-    raise NotUnderstood
+def _order(call: Call, ndim: int) -> list[int] | None:
+    """The order in which an operation puts the dimensions, if that is all it does."""
+    order = list(range(ndim))
+    if call.op is aten.t.default:
+        return order[::-1]
+    if call.op is aten.permute.default:
+        return [int(d) % ndim for d in call.args[1]]
+    if call.op is aten.transpose.int:
+        a, b = call.args[1] % ndim, call.args[2] % ndim
+        order[a], order[b] = order[b], order[a]
+        return order
+    return None
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

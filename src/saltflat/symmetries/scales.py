@@ -2,7 +2,9 @@
 
 A rescaling multiplies an entry with id `i` by exp(s_i). Ids are kept in int64 tensors of the same
 shape as the tensor they describe, so that a view operation on the tensor is the same operation on
-its ids. An operation of the network turns into equations between the s_i:
+its ids. A parameter of two dimensions or more is a `Weight` and has no ids until they are needed:
+most are defined by one variable a row and one a column. An operation of the network turns into
+equations between the s_i:
 
 - `equate` says that two variables are one (an addition), at once, by union-find;
 - `combine` makes a variable that is a linear combination of two others (a product);
@@ -47,6 +49,11 @@ def squash(ids: Tensor) -> Tensor:
         if ids.shape[d] > 1 and ids.stride(d) == 0:
             ids = ids.narrow(d, 0, 1)
     return ids
+
+
+def has_any(ids: Tensor) -> bool:
+    """Whether an entry is zero whatever the parameters are."""
+    return bool((squash(ids) == ANY).any())
 
 
 def shrink(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
@@ -198,20 +205,23 @@ class Scales:
 
     def find(self, ids: Tensor) -> Tensor:
         """The canonical id of each entry."""
+        shape, ids = ids.shape, squash(ids)
         while True:
             base = ids < DERIVED
             up = torch.where(base, self._parent[torch.where(base, ids, 0)], ids)
             if torch.equal(up, ids):
-                return ids
+                return ids.expand(shape)
             ids = up
 
     def is_fresh(self, ids: Tensor) -> Tensor:
         """Entries about which nothing has been said (of canonical ids)."""
-        base = ids < DERIVED
-        return base & self._fresh[torch.where(base, ids, 0)]
+        small = squash(ids)
+        base = small < DERIVED
+        return (base & self._fresh[torch.where(base, small, 0)]).expand(ids.shape)
 
     def touch(self, ids: Tensor) -> None:
         """The variables are in use: they will not be defined any more."""
+        ids = squash(ids)
         self._fresh[ids[ids < DERIVED]] = False
 
     def parts(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -353,3 +363,110 @@ class Scales:
             if site.start <= first < site.stop:
                 return site.label
         return "activation"
+
+
+#: ids that broadcast to a shape, each with a factor: an entry's scale is the sum over them
+Terms = tuple[tuple[Tensor, float], ...]
+
+
+@final
+class Weight:
+    """A parameter of two dimensions or more, whose entries get ids only where they are needed.
+
+    Its first use says what it is: in a product, one variable a row less one a column, `terms` that
+    broadcast to its shape. A use that is not foreseen asks for `entries` and finds an id for each.
+    """
+
+    def __init__(self, scales: Scales, shape: tuple[int, ...], label: str) -> None:
+        self.scales, self.shape, self.label = scales, shape, label
+        self.terms: Terms | None = None
+        self._entries: Tensor | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing has used it yet."""
+        return self.terms is None and self._entries is None
+
+    @property
+    def is_read(self) -> bool:
+        """Some operation has used an entry."""
+        scales, ids = self.scales, self._entries
+        if self.terms is not None or ids is None:
+            return self.terms is not None
+        return not bool(scales.is_fresh(scales.find(ids)).all())
+
+    def define(self, terms: Terms) -> None:
+        for ids, _ in terms:
+            self.scales.touch(self.scales.find(ids))
+        self.terms = terms
+
+    def entries(self) -> Tensor:
+        """An id for every entry."""
+        if self._entries is None:
+            if self.terms is None:
+                count = torch.Size(self.shape).numel()
+                self._entries = self.scales.fresh(count, self.label).reshape(self.shape)
+            else:
+                self._entries = self._sum(self.terms).expand(self.shape)
+        return self._entries
+
+    def pin(self) -> None:
+        if self.is_new:
+            self.define(((torch.full([1] * len(self.shape), PINNED), 1.0),))
+        else:
+            self.scales.pin(self.entries())
+
+    def own(self) -> Tensor | None:
+        """The ids of entries that are not written as terms."""
+        return self._entries if self.terms is None else None
+
+    def final(self) -> Terms:
+        """Two terms where rows and columns both differ, and else ids."""
+        if self.is_new:
+            self.pin()
+        if self.terms is None:
+            return ((self.entries(), 1.0),)
+        small = tuple((squash(repeat(self.scales.find(i))), f) for i, f in self.terms)
+        if min(i.numel() for i, _ in small) > 1 and len(small) > 1:
+            return small
+        return ((self._sum(small), 1.0),)
+
+    def _sum(self, terms: Terms) -> Tensor:
+        (a, fa), (b, fb) = terms if len(terms) > 1 else (*terms, (torch.tensor(PINNED), 0.0))
+        return a if fa == 1 and fb == 0 else self.scales.combine(a, b, fa, fb)
+
+
+@final
+@dataclass(frozen=True)
+class View:
+    """A weight with its dimensions in another order."""
+
+    weight: Weight
+    dims: tuple[int, ...]
+
+    @property
+    def ids(self) -> Tensor:
+        return self.weight.entries().permute(self.dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape[d] for d in self.dims)
+
+    def permuted(self, dims: Sequence[int]) -> View:
+        return View(self.weight, tuple(self.dims[d] for d in dims))
+
+    def define(self, *terms: tuple[Tensor, float]) -> None:
+        """Terms in the order of the view's dimensions."""
+        back = [self.dims.index(d) for d in range(len(self.dims))]
+        self.weight.define(tuple((ids.permute(back), factor) for ids, factor in terms))
+
+    def split(self) -> tuple[Tensor, Tensor, float] | None:
+        """Variables of the rows and of the columns of a matrix that is written as such."""
+        terms = self.weight.terms
+        if terms is None or len(terms) != 2 or len(self.dims) != 2:
+            return None
+        (p, _), (q, factor) = terms
+        n, k = self.shape
+        if p.permute(self.dims).shape != (n, 1) or q.permute(self.dims).shape != (1, k):
+            return None  # defined by a product with the other side
+        return p.flatten(), q.flatten(), factor

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales
+from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, View
 
 
 @final
@@ -23,11 +23,19 @@ class Operand:
     given: Tensor | None = None
     constant: Tensor | None = None
     statistic: str | None = None  # "mean" or "deviation": it moves with BatchNorm's input
+    view: View | None = None  # of a weight, the entries of which need not have ids
+
+    @property
+    def first(self) -> View | None:
+        """The weight, if this is its first use."""
+        return self.view if self.view is not None and self.view.weight.is_new else None
 
     @cached_property
     def ids(self) -> Tensor:
         if self.given is not None:
             return self.given
+        if self.view is not None:
+            return self.view.ids
         assert self.constant is not None
         return constant_ids(self.constant)
 

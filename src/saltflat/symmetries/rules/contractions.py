@@ -11,6 +11,7 @@ Rows and columns that look alike are treated once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -19,10 +20,36 @@ from torch import Tensor
 
 from saltflat.symmetries.rules import Operand, Outputs, Step, pinned, rules_of
 from saltflat.symmetries.rules.entrywise import join, padded_windows, spread
-from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, repeat, unique_rows
+from saltflat.symmetries.scales import (
+    ANY,
+    PINNED,
+    NotUnderstood,
+    Scales,
+    View,
+    has_any,
+    repeat,
+    squash,
+    unique_rows,
+)
 
 #: products with more terms than this are not written out but pinned
 LARGEST = 20_000_000
+
+
+def _pivot(x: Tensor) -> int | None:
+    """A column without zeros."""
+    full = (x != ANY).all(0).nonzero().flatten()
+    return int(full[0]) if len(full) else None
+
+
+def _filled(x: Tensor) -> Tensor:
+    """The column by which a weight is defined; what meets zero alone may be anything."""
+    column = x[:, _pivot(x) or 0]
+    return torch.where(column == ANY, PINNED, column)
+
+
+def _spread(out: Tensor, inverse: Tensor) -> Tensor:
+    return out.expand(-1, len(inverse)) if out.shape[1] == 1 else out[:, inverse]
 
 
 @final
@@ -46,8 +73,14 @@ class Contraction:
             return out.reshape(n, batch, m).transpose(0, 1)
         if b_once:
             return self._matrix(a.reshape(batch * n, -1), b[0]).reshape(batch, n, m)
+        if a.stride(1) == 0 and b.stride(2) == 0 and not self._is_fresh(a, b):
+            return self._sum(a[:, 0], b[:, :, 0], 1)[:, :, None].expand(batch, n, m)
         grouped = self._grouped(a, b)
         return grouped if grouped is not None else self._batched(a, b)
+
+    def _is_fresh(self, *ids: Tensor) -> bool:
+        """Whether something is among them that nothing is known about."""
+        return any(bool(self.scales.is_fresh(i).any()) for i in ids)
 
     def _grouped(self, a: Tensor, b: Tensor) -> Tensor | None:
         """Many small weights at once, as in a depthwise convolution."""
@@ -73,7 +106,7 @@ class Contraction:
             return self._weight(a, b)
         if self._is_weight(b):
             return self._weight(b.T, a.T).T
-        if (a == ANY).any() or (b == ANY).any():
+        if has_any(a) or has_any(b):
             return self._explicit(a, b)
         first, second = unique_rows(a), unique_rows(b.T)
         a, b = a[first[0]], b[:, second[0]]
@@ -84,8 +117,33 @@ class Contraction:
         return out[first[1]][:, second[1]]
 
     def _is_weight(self, ids: Tensor) -> bool:
+        ids = squash(ids)
         fresh = self.scales.is_fresh(ids)
         return bool((fresh | (ids == ANY)).all() and fresh.any())
+
+    def first(self, view: View, x: Tensor) -> Tensor:
+        """The first use of a weight (n, …), flattened to (n, k), on columns `x` (k, m)."""
+        scales = self.scales
+        x = repeat(scales.find(x))
+        columns, inverse = unique_rows(x.T)
+        x = x[:, columns]
+        if x.shape[1] > 1 and (self._is_weight(x) or _pivot(x) is None):
+            return self._matrix(view.ids.reshape(len(view.ids), -1), x)[:, inverse]
+        p = scales.fresh(view.shape[0], view.weight.label)
+        q = _filled(x)
+        tail = view.shape[1:]
+        view.define((p.reshape(-1, *[1] * len(tail)), 1.0), (q.reshape(1, *tail), -1.0))
+        return _spread(self._out(p, q, x), inverse)
+
+    def again(self, p: Tensor, q: Tensor, factor: float, x: Tensor) -> Tensor | None:
+        """A weight that is known by its rows and columns, p[n] + factor · q[k], used again."""
+        x = repeat(self.scales.find(x))
+        if has_any(x) or self._is_weight(x):
+            return None
+        columns, inverse = unique_rows(x.T)
+        p, q = self.scales.find(p), self.scales.find(q)
+        factors = torch.full_like(q, factor, dtype=torch.float64)
+        return _spread(self._repeated(p, q, factors, x[:, columns]), inverse)
 
     def _weight(self, w: Tensor, x: Tensor) -> Tensor:
         """The first use of a weight `w` (n, k): it is defined by what it is multiplied with."""
@@ -94,20 +152,20 @@ class Contraction:
         x = x[:, columns]
         if x.shape[1] > 1 and self._is_weight(x):
             x = self._structure(x)
-        holes = x == ANY
-        full = (~holes).all(0).nonzero().flatten()
-        if x.shape[1] > 1 and ((w == ANY).any() or len(full) == 0):
+        if x.shape[1] > 1 and ((w == ANY).any() or _pivot(x) is None):
             return self._explicit(w, x)[:, inverse]
-        pivot = int(full[0]) if len(full) else 0
-        q = torch.where(holes[:, pivot], PINNED, x[:, pivot])
         p = scales.fresh(len(w), scales.label(w[w != ANY]))
         # A row of zeros gives zero.
         p = torch.where((w == ANY).all(1), ANY, p)
+        q = _filled(x)
         self._define(w, scales.outer(p, q, -1.0))
+        return _spread(self._out(p, q, x), inverse)
+
+    def _out(self, p: Tensor, q: Tensor, x: Tensor) -> Tensor:
+        """The product of a weight p[n] − q[k] with different columns x."""
         if x.shape[1] == 1:
-            out = p[:, None] if not holes.all() else torch.full_like(p[:, None], ANY)
-            return out[:, inverse]
-        return scales.outer(p, self._offsets(x, q))[:, inverse]
+            return p[:, None] if not (x == ANY).all() else torch.full_like(p[:, None], ANY)
+        return self.scales.outer(p, self._offsets(x, q))
 
     def _offsets(self, x: Tensor, q: Tensor) -> Tensor:
         """t with x[k, m] = q[k] + t[m], and the equations that make it so."""
@@ -141,29 +199,35 @@ class Contraction:
         same_columns = (q == q[:1]).all() and (fq == fq[:1]).all()
         if not (same_rows and same_columns):
             return None
-        q, fq = q[0][:, None], fq[0][:, None]
+        return self._repeated(p[:, 0], q[0], fq[0], b)
+
+    def _repeated(self, p: Tensor, q: Tensor, fq: Tensor, b: Tensor) -> Tensor:
+        """The product of p[n] + fq[k] · q[k] with `b`."""
+        scales = self.scales
+        q, fq = q[:, None], fq[:, None]
         scales.relate(
             [b, b[:1].expand_as(b), q.expand_as(b), q[:1].expand_as(b)],
             [1.0, -1.0, fq.expand_as(b), -fq[:1].expand_as(b)],
         )
         start = b[0] if float(fq[0]) == 0 else scales.combine(b[0], q[0], 1.0, float(fq[0]))
-        return scales.outer(p[:, 0], start)
+        return scales.outer(p, start)
 
     def _explicit(self, a: Tensor, b: Tensor) -> Tensor:
         """Every term written out, if there are not too many."""
-        scales = self.scales
         (rows, back_rows), (columns, back_columns) = unique_rows(a), unique_rows(b.T)
         a, b = a[rows], b[:, columns]
         if a.shape[0] * a.shape[1] * b.shape[1] > LARGEST:
             raise NotUnderstood
         shape = (len(a), a.shape[1], b.shape[1])
-        left, right = a[:, :, None].expand(shape), b[None].expand(shape)
-        some = ((left != ANY) & (right != ANY)).to(torch.int64).argmax(1, keepdim=True)
-        left0, right0 = left.gather(1, some), right.gather(1, some)
-        scales.relate(
-            [left, right, left0.expand(shape), right0.expand(shape)], [1.0, 1.0, -1.0, -1.0]
-        )
-        return scales.combine(left0[:, 0], right0[:, 0])[back_rows][:, back_columns]
+        out = self._sum(a[:, :, None].expand(shape), b[None].expand(shape), 1)
+        return out[:, 0][back_rows][:, back_columns]
+
+    def _sum(self, a: Tensor, b: Tensor, dim: int) -> Tensor:
+        """Ids of Σ a · b along a dimension, which is kept: all terms have one scale."""
+        some = ((a != ANY) & (b != ANY)).to(torch.int64).argmax(dim, keepdim=True)
+        a0, b0 = a.gather(dim, some), b.gather(dim, some)
+        self.scales.relate([a, b, a0.expand_as(a), b0.expand_as(b)], [1.0, 1.0, -1.0, -1.0])
+        return self.scales.combine(a0, b0)
 
 
 def bmm(step: Step, a: Operand, b: Operand) -> Tensor:
@@ -174,7 +238,29 @@ def bmm(step: Step, a: Operand, b: Operand) -> Tensor:
 
 
 def mm(step: Step, a: Operand, b: Operand) -> Tensor:
+    if 0 not in (*a.shape, *b.shape):
+        known = _known(step, a, b)
+        if known is None:
+            turned = _known(step, _turned(b), _turned(a))
+            known = None if turned is None else turned.T
+        if known is not None:
+            return known
     return step.contract(a.ids[None], b.ids[None])[0]
+
+
+def _known(step: Step, w: Operand, x: Operand) -> Tensor | None:
+    """The product, where the entries of the first factor need no ids for it."""
+    contraction = Contraction(step.scales)
+    if w.first is not None and x.first is None:
+        return contraction.first(w.first, x.ids)
+    split = w.view.split() if w.view is not None else None
+    return None if split is None or x.view is not None else contraction.again(*split, x.ids)
+
+
+def _turned(x: Operand) -> Operand:
+    if x.view is None:
+        return Operand(x.shape[::-1], x.dtype, x.ids.T)
+    return Operand(x.shape[::-1], x.dtype, view=x.view.permuted((1, 0)))
 
 
 def addmm(step: Step, bias: Operand, a: Operand, b: Operand, **factors: float) -> Outputs:
@@ -225,28 +311,38 @@ def convolution(
     flat = all(ids.stride(d) == 0 or ids.shape[d] == 1 for d in (0, *range(2, n + 2)))
     if transposed and not flat:
         ids, flat = step.scales.tie(ids, [0, *range(2, n + 2)]).expand(ids.shape), True
-    w = _kernels(weight.ids, groups, transposed)
-    taps = weight.ids[0, 0].numel()
+    taps = math.prod(weight.shape[2:])
     if flat:
         column = ids[0].flatten(1)[:, 0].reshape(groups, -1, 1)
         patches = column.expand(-1, -1, taps).reshape(groups, -1, 1)
-        out = step.contract(w, patches).reshape(1, -1, *[1] * n)
+        out = _kernels(step, weight, patches, transposed).reshape(1, -1, *[1] * n)
     else:
         pad, *geometry = (spread(each, n) for each in (padding, weight.shape[2:], stride, dilation))
         view = padded_windows(ids, pad, *geometry)
-        out = step.contract(w, _columns(view, groups, n))
+        out = _kernels(step, weight, _columns(view, groups, n), transposed)
         out = out.reshape(-1, view.shape[0], *step.shape[2:]).transpose(0, 1)
     if bias is not None:
         out = join(step, out, bias.ids.reshape(1, -1, *[1] * n))
     return out.expand(step.shape)
 
 
-def _kernels(ids: Tensor, groups: int, transposed: bool) -> Tensor:
-    """(groups, outputs, inputs · taps)."""
+def _kernels(step: Step, weight: Operand, patches: Tensor, transposed: bool) -> Tensor:
+    """The product of the kernels, (groups, outputs, inputs · taps), with patches."""
+    groups = len(patches)
+    if (
+        (view := weight.first) is not None
+        and groups == 1
+        and 0 not in (*weight.shape, *patches.shape)
+    ):
+        swap = (1, 0, *range(2, weight.ndim))
+        return Contraction(step.scales).first(
+            view.permuted(swap) if transposed else view, patches[0]
+        )[None]
+    ids = weight.ids
     if not transposed:
-        return ids.reshape(groups, ids.shape[0] // groups, -1)
+        return step.contract(ids.reshape(groups, ids.shape[0] // groups, -1), patches)
     split = ids.reshape(groups, ids.shape[0] // groups, ids.shape[1], -1)
-    return split.transpose(1, 2).reshape(groups, ids.shape[1], -1)
+    return step.contract(split.transpose(1, 2).reshape(groups, ids.shape[1], -1), patches)
 
 
 def _columns(view: Tensor, groups: int, n: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saltflat.geometry import windows
 from saltflat.symmetries.rules import Operand, Outputs, Rule, Step, ids_of, pinned, rules_of
-from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, repeat
+from saltflat.symmetries.scales import ANY, PINNED, NotUnderstood, Scales, has_any, repeat
 
 #: a positive number no larger than this, added before a root, is an eps
 EPS = 1e-3
@@ -25,7 +25,7 @@ def join(step: Step, a: Tensor, b: Tensor) -> Tensor:
     """Sums, maxima and choices: both sides have one scale, where neither is zero."""
     step.scales.equate(a, b)
     a, b = torch.broadcast_tensors(step.scales.find(a), step.scales.find(b))
-    return a if not (a == ANY).any() else torch.where(a == ANY, b, a)
+    return torch.where(a == ANY, b, a) if has_any(a) else a
 
 
 def add(step: Step, a: Any, b: Any, *args: Any, **kwargs: Any) -> Outputs:

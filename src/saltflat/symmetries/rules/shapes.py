@@ -79,6 +79,10 @@ def pick(step: Step, x: Operand, dim: int, i: Operand, *args: Any, **kwargs: Any
 
 def embedding(step: Step, weight: Operand, i: Operand, *args: Any, **kwargs: Any) -> Outputs:
     """Any row may be looked up: all rows of a column share one scale."""
+    if (table := weight.first) is not None and weight.shape[0] > 0:
+        row = step.scales.fresh(weight.shape[1], table.weight.label)
+        table.define((row[None], 1.0))
+        return step.only(row)
     return step.only(step.scales.tie(weight.ids, [0])[0])
 
 
@@ -163,7 +167,8 @@ RULES = rules_of({
         "channel_shuffle", "rot90", "diag_embed",
     ], move),
     **dict.fromkeys(
-        ["relu", "leaky_relu", "abs", "neg", "clone", "positive", "dropout", "conj"], same
+        ["relu", "leaky_relu", "abs", "neg", "clone", "positive", "dropout", "conj", "contiguous"],
+        same,
     ),
     **dict.fromkeys(["view", "_unsafe_view", "reshape", "flatten", "unflatten"], reshape),
     **dict.fromkeys([
