@@ -68,6 +68,7 @@ from saltflat.losses import (
     CustomLoss,
     JointLoss,
     Loss,
+    NegativeLogLikelihood,
     describe,
     divisor,
     leaves,
@@ -91,6 +92,11 @@ _OWN_PROBES = 32
 _WORTH = 8
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
+
+_LIKELIHOOD = (
+    "the model ends in a log-softmax: with it the negative log-likelihood is the cross-entropy of "
+    "what goes in, and is measured as that"
+)
 
 
 @dataclass(slots=True)
@@ -173,15 +179,31 @@ class Curvature:
             wanted = first.size if plan.coupled else 8
             few, outputs = halving(lambda most: _few(risk, first, most), wanted)
             self.loss = _classified(risk, outputs, few)
+        self._read_likelihood(plan)
         return plan
+
+    def _read_likelihood(self, plan: Plan) -> None:
+        """Take a log-softmax at the end of the model for a part of the loss, if there is one."""
+        given = self.risk.loss
+        if isinstance(given, NegativeLogLikelihood):
+            self.loss = given.cross_entropy if plan.log_probabilities else given
+            if plan.log_probabilities and _LIKELIHOOD not in self.risk.notes:
+                self.risk.notes.append(_LIKELIHOOD)
 
     def _weaken(self, plan: Plan, refutation: Refutation) -> Plan:
         """The plan, or the loss, after a chunk showed that it is not what it seemed."""
         if (other := refutation.plan) is not None:
             curved = {**other.curved, **plan.curved}
             probed = {n for n in plan.probed & curved.keys() if other.allows(n)}
-            coupled = plan.coupled or other.coupled
-            return replace(plan, coupled=coupled, curved=curved, probed=frozenset(probed))
+            weaker = replace(
+                plan,
+                coupled=plan.coupled or other.coupled,
+                curved=curved,
+                probed=frozenset(probed),
+                log_probabilities=plan.log_probabilities and other.log_probabilities,
+            )
+            self._read_likelihood(weaker)
+            return weaker
         assert isinstance(self.loss, CustomLoss)
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan

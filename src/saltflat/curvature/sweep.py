@@ -34,6 +34,7 @@ from saltflat.curvature.plan import (
     fast_rules,
     plan_for,
     proof_of,
+    taken_for_cross_entropy,
 )
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Use
@@ -347,7 +348,7 @@ class Pass(ABC):
         self.risk.check(outputs, chunk)
         if index == 0 and first == 0 and not _as_probed(plan, outputs):
             return Refutation(replace(plan, coupled=True))
-        proof = proof_of(self.risk, chunk, outputs)
+        proof = proof_of(self.risk, chunk, outputs, self.loss)
         plan = self._plan(plan, chunk, outputs, recorder.uses, proof)
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
@@ -366,8 +367,10 @@ class Pass(ABC):
         self, plan: Plan, chunk: Batch, outputs: Tensor, proof: Proof
     ) -> Refutation | None:
         """What this chunk is not, if that is more than the pass can do with."""
-        known = replace(plan, curved={**proof.curved, **plan.curved})
-        if plan.coupled or not self.copes(known):
+        curved = {**proof.curved, **plan.curved}
+        known = replace(plan, curved=curved, log_probabilities=proof.log_probabilities)
+        mistaken = taken_for_cross_entropy(self.loss, self.risk) and not proof.log_probabilities
+        if plan.coupled or mistaken or not self.copes(known):
             return Refutation(known)
         if not self._company.is_indifferent(chunk, outputs):
             return Refutation(replace(plan, coupled=True))
