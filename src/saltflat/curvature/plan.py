@@ -338,7 +338,7 @@ def fast_rules(
             }
         fitting = {n: v - given[n] for n, v in values.items() if v.shape == given[n].shape}
         for name, error in zip(fitting, _largest(list(fitting.values())), strict=True):
-            if error <= (1e-9 if outputs.dtype == torch.float64 else 1e-3) * sizes[name]:
+            if error <= (1e-9 if proof.narrow == torch.float64 else 1e-3) * sizes[name]:
                 rules[name], dims[name] = offers[name][0][0].rule, dim
                 open_.discard(name)
     return FastRules(rules, dims, dormant, cotangent * spread, given)

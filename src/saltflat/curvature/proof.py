@@ -276,15 +276,16 @@ def prove(
         _blamed(given, parameters),
         frozenset(curved) - {*_PRODUCTS, *_CONDITIONAL, _PART},
         tuple(trail),
-        _narrowest(order, outputs),
+        narrowest(outputs, order),
         _edges(order, parameters),
         head is not None,
         _row_keepers(order, len(outputs) if outputs.ndim else 1),
     )
 
 
-def _narrowest(order: Sequence[Visit], outputs: Tensor) -> torch.dtype:
-    """The type of fewest digits that values are cast to on their way."""
+def narrowest(outputs: Tensor, order: Sequence[Visit] | None = None) -> torch.dtype:
+    """The type of fewest digits that values are cast to on their way; `order` is their graph."""
+    order = list(leaves_first(outputs.grad_fn)) if order is None else order
     casts = (node._input_metadata[0].dtype for node, name, _ in order if name == "ToCopy")
     floats: Iterator[torch.dtype] = (d for d in (outputs.dtype, *casts) if d.is_floating_point)
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
