@@ -250,6 +250,19 @@ class Risk:
         finally:
             self._start.restore()
 
+    def narrow(self, names: Iterable[str]) -> None:
+        """Measure some of the parameters alone from here on, inside a session.
+
+        The others are constants: autograd keeps nothing of what comes before the first of `names`.
+        """
+        assert self._start is not None, "the session gives gradients back to the others"
+        self.parameters = _choose(self.parameters, names)
+        measured = {id(p) for p in self.parameters.values()}
+        for p in self.model.parameters():
+            if id(p) not in measured and p.requires_grad:
+                p.requires_grad_(False)
+        self.plans.clear()
+
     def _note_switches(self) -> None:
         """Say which modules do more than set a flag when they are put into evaluation mode."""
         own = [

@@ -242,7 +242,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             coupled=is_coupled,
             rules=rules,
             dims=dims,
-            matrices=_matrices(risk, rules, uses),
+            matrices=weight_matrices(risk, rules, uses),
             curved=proof.curved,
             given=proof.given,
             probed=probed,
@@ -460,7 +460,7 @@ def _sizes(batch: Batch, outputs: Tensor, uses: Sequence[Use]) -> dict[str, Any]
     }
 
 
-def _matrices(risk: Risk, rules: Mapping[str, str], uses: Sequence[Use]) -> dict[str, Matrix]:
+def weight_matrices(risk: Risk, rules: Mapping[str, str], uses: Sequence[Use]) -> dict[str, Matrix]:
     """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
     matrices = {}
     for use in uses:
