@@ -269,3 +269,57 @@ def test_batches_of_transformers_are_taken_everywhere(door) -> None:
     want = door(built(Tagger), [pair])
     for form in FORMS.values():
         assert door(built(Tagger), form()) == pytest.approx(want, rel=1e-6)
+
+
+LAST = ["model.norm.weight", "lm_head.weight"]
+
+
+def last_blocks(model: nn.Module) -> dict[str, float]:
+    """The traces of the last blocks, by the oracle in float64."""
+    data = dict(batch())
+    labels = data.pop("labels")
+    dense = Dense(model.float().double(), data, labels, next_token, names=LAST)
+    return {name: float(block.trace()) for name, block in dense.blocks(dense.hessian).items()}
+
+
+def test_half_precision_and_fused_attention() -> None:
+    model = built(lambda: llama(attn_implementation="sdpa")).to(torch.bfloat16)
+    result = sf.trace(model, batch(), parameters=LAST)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert result.exact
+    for name, want in last_blocks(model).items():
+        assert result[name] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_transformers(reentrant: bool) -> None:
+    model = built(llama).float()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    own = {name: p for name, p in model.named_parameters() if "layers.1.mlp.down" in name}
+    v = torch.randn(24, generator=torch.Generator().manual_seed(3))
+    product = sf.hessian(model, batch(), parameters=list(own)) @ v
+    result = sf.trace(model, batch(), parameters=LAST)
+    assert model.training
+    assert model.is_gradient_checkpointing
+    data = dict(batch())
+    labels = data.pop("labels")
+    dense = Dense(model.double(), data, labels, next_token, names=own)
+    torch.testing.assert_close(product.double(), dense.hessian @ v.double(), rtol=1e-3, atol=1e-5)
+    for name, want in last_blocks(model).items():
+        assert result[name] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "ggn"])
+def test_samples_go_in_portions_where_logits_do_not_fit(curvature) -> None:
+    model, sizes = built(llama), []
+    model.lm_head.register_forward_hook(lambda module, given, logits: sizes.append(len(logits)))
+    data = {k: v.repeat(10, 1) for k, v in batch().items()}
+    options = {"curvature": curvature, "parameters": ["model.norm.weight"]}
+    whole = sf.trace(model, data, **options)
+    assert max(sizes) == 40
+    sizes.clear()
+    logits = 8 * data["input_ids"][0].numel() * VOCABULARY
+    parts = sf.trace(model, data, memory_budget=40 * logits, **options)
+    assert max(sizes) <= 8
+    assert parts.total == pytest.approx(whole.total, rel=1e-6)

@@ -104,6 +104,9 @@ def reduce(
 # larger than what batching them costs.
 _SMALL = 300_000
 
+# Of the outputs, that a chunk holds at a time: probabilities, factors, a direction.
+_COPIES = 8
+
 
 def live_uses(uses: Sequence[Use], plan: Plan, names: frozenset[str]) -> list[Use]:
     """The uses of wanted parameters that a fast rule serves."""
@@ -316,14 +319,15 @@ class Pass(ABC):
         return None
 
     def chunk_size(self, plan: Plan, batch: Batch) -> int:
-        """How many samples fit: graph, deltas of some directions, patches, output Hessians.
+        """How many samples fit: graph, outputs, deltas of directions, patches, output Hessians.
 
         The batch is cut evenly. On a GPU chunks stay below 512 samples, above which cuDNN picks
         slower kernels in float32 (ResNet-18 on an H200: 5.5 gradients at 1000, 4.9 at 500), or
         1024 in TensorFloat-32 (5.7 at 1000, 6.0 at 500).
         """
         outputs = plan.outputs.numel()
-        entries = 2 * (plan.inputs + plan.activations) + min(outputs, 16) * plan.delta_entries
+        entries = 2 * (plan.inputs + plan.activations) + _COPIES * outputs
+        entries += min(outputs, 16) * plan.delta_entries
         each = plan.width * (entries + plan.patches)
         if not isinstance(self.loss, CrossEntropy | ElementwiseLoss):
             each += 32 * min(outputs, self.settings.max_directions) ** 2

@@ -15,7 +15,7 @@ For a trainer class of your own: `class MyTrainer(SharpnessTrainerMixin, ThatTra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
+from saltflat.measures import Measure
 from saltflat.training import FAM, MonitorCallback, PerturbedOptimizer, Record
 
 try:
@@ -44,8 +45,11 @@ class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
 
     Parameters
     ----------
-    data, measures, options : as in `saltflat.training.monitor.Monitor`; `loss`, `budget`, `path`
-        and `samples` among them. Batches are dicts with `labels`, as from a Trainer's loaders.
+    data, options : as in `saltflat.training.monitor.Monitor`; `loss`, `budget`, `path`, `samples`
+        and `progress` among them. Batches are dicts with `labels`, as from a Trainer's loaders.
+    measures : by default the relative flatness of the last Linear, which costs less than a gradient
+        on the data for a classifier. The curvature of all layers of a transformer has to be drawn,
+        at up to 100 gradients a measurement: `measures=["hessian_trace"]` asks for it.
     every_n_epochs, every_n_steps : when to measure; by default after every epoch. Steps are those
         of the optimizer (`state.global_step`).
 
@@ -56,6 +60,11 @@ class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
     """
 
     _trainer: Any = None
+
+    def __init__(
+        self, data: Any, measures: Iterable[str | Measure] = ("relative_flatness",), **options: Any
+    ) -> None:
+        super().__init__(data, measures, **options)
 
     def attach(self, trainer: Any) -> None:
         """Log through this trainer."""
