@@ -323,3 +323,26 @@ def test_samples_go_in_portions_where_logits_do_not_fit(curvature) -> None:
     parts = sf.trace(model, data, memory_budget=40 * logits, **options)
     assert max(sizes) <= 8
     assert parts.total == pytest.approx(whole.total, rel=1e-6)
+
+
+def same_position(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum") / 15
+
+
+def test_fam_of_a_causal_model(tmp_path) -> None:
+    """A penalty is of the loss that is trained, and so is the measure of the same layer."""
+    pytest.importorskip("accelerate")
+    from saltflat.integrations.transformers import SharpnessTrainer
+
+    model, data = built(llama), dict(batch())
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    fam = sf.FAM(model, layer="lm_head", strength=0.5)
+    trainer = SharpnessTrainer(model=model, args=arguments, fam=fam)
+    model.train()
+    own = model(**data).loss
+    penalty = trainer.compute_loss(model, dict(data)) - own
+    flatness = sf.measure(model, batch(), measures=["relative_flatness"])["relative_flatness"]
+    assert flatness.details["layer"] == "lm_head"
+    assert float(penalty.detach()) == pytest.approx(0.5 * flatness.value, rel=1e-5)
+    same = sf.measure(model, batch(), same_position, measures=["relative_flatness"])
+    assert same["relative_flatness"].value != pytest.approx(flatness.value, rel=1e-2)

@@ -455,12 +455,7 @@ class Risk:
         one = batch.part(first, first + 1)
         with torch.no_grad():
             answer = self._call(one.inputs, labels=one.targets)
-        own, outputs = answer["loss"], answer["logits"].flatten(0, 1)
-        shifted, plain = (
-            abs(float(F.cross_entropy(outputs, labels.flatten()) - own))
-            for labels in (next_token(one.targets), one.targets)
-        )
-        return shifted < plain
+        return compares_next(answer["loss"], answer["logits"], one.targets)
 
     def _rows(self, leaves: Sequence[Any], size: int, where: str) -> tuple[bool, ...]:
         """Which leaves hold one row a sample: those that are as long as every batch that is read.
@@ -566,7 +561,7 @@ _NEXT_TOKEN = (
 
 def token_ids(inputs: Any) -> Tensor | None:
     """The tokens among a model's inputs, if it has them."""
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.ndim == 2
     return ids if whole else None
 
@@ -574,6 +569,15 @@ def token_ids(inputs: Any) -> Tensor | None:
 def next_token(labels: Tensor, ignored: int = -100) -> Tensor:
     """The label of the next position for every position; the last has none."""
     return F.pad(labels[:, 1:], (0, 1), value=ignored)
+
+
+def compares_next(loss: Tensor, outputs: Tensor, labels: Tensor) -> bool:
+    """Whether a model's own loss compares the outputs of a position with the label of the next."""
+    shifted, plain = (
+        abs(float(F.cross_entropy(outputs.detach().flatten(0, 1), each.flatten()) - loss.detach()))
+        for each in (next_token(labels), labels)
+    )
+    return shifted < plain
 
 
 def with_decoder_inputs(model: nn.Module, inputs: Any, labels: Any) -> Any:
