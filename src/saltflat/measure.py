@@ -203,7 +203,8 @@ def _narrowed(engine: Curvature, measures: Sequence[Measure]) -> dict[Kind, froz
     """
     if not any(measure.one_layer for measure in measures):
         return {}
-    layers = engine.outline()
+    alone = all(measure.one_layer for measure in measures)
+    layers = engine.outline() if alone else engine.layers(engine.look())
     chosen = [measure.chosen(layers) if measure.one_layer else None for measure in measures]
     names = frozenset(layer.parameter for layer in chosen if layer)
     if all(chosen):

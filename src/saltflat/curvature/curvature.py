@@ -350,8 +350,10 @@ class Curvature:
         assert self.loss is not None, "a plan comes with a look at the loss"
         return Products(self.risk, self.loss, names, self.matrix, plan, chunk)
 
-    def layers(self) -> list[Layer]:
-        """The weight matrices, in `named_parameters` order."""
+    def layers(self, plan: Plan | None = None) -> list[Layer]:
+        """The weight matrices, in `named_parameters` order: those of a plan, or those found."""
+        if plan is not None:
+            return self._layers(plan.matrices, plan.signature, plan.rules)
         first = self.first
         return self._layers(first.matrices, first.calls, first.rules)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
-from saltflat.measures import Measure
+from saltflat.measures import Measure, RelativeFlatness
 from saltflat.risk import compares_next, next_token, token_ids
 from saltflat.training import FAM, MonitorCallback, PerturbedOptimizer, Record
 
@@ -63,7 +63,7 @@ class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
     _trainer: Any = None
 
     def __init__(
-        self, data: Any, measures: Iterable[str | Measure] = ("relative_flatness",), **options: Any
+        self, data: Any, measures: Iterable[str | Measure] = (RelativeFlatness(),), **options: Any
     ) -> None:
         super().__init__(data, measures, **options)
 
