@@ -437,7 +437,7 @@ LOSSES = [
     Case("huber", targets=REALS, loss=nn.HuberLoss(delta=0.5)),
     Case("poisson", targets=BITS, loss=nn.PoissonNLLLoss()),
     Case("divergence", targets=probabilities(3), loss=divergence),
-    Case("nll", net.log_softmax_mlp, loss=nn.NLLLoss(), curved=("*",)),
+    Case("nll", net.log_softmax_mlp, loss=nn.NLLLoss(), dense_loss=F.cross_entropy),
     Case(
         "bce of probabilities",
         net.probabilities_mlp,
@@ -473,7 +473,10 @@ LOSSES = [
     # means over something other than samples: right, whether found separable or not
     Case("weighted mean function", loss=weighted, separable=None),
     Case(
-        "weighted nll", net.log_softmax_mlp, loss=nn.NLLLoss(WEIGHTS), separable=None, curved=("*",)
+        "weighted nll",
+        net.log_softmax_mlp,
+        loss=nn.NLLLoss(WEIGHTS),
+        dense_loss=nn.CrossEntropyLoss(WEIGHTS),
     ),
     Case("sum over root n", loss=over_root_n, separable=None),
 ]

@@ -25,6 +25,7 @@ from saltflat.curvature.contractions import (
     written_out,
 )
 from saltflat.geometry import Matrix
+from saltflat.measures import RelativeFlatness
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -105,8 +106,8 @@ def test_models(model: type[nn.Module], offset: float, contrast: float) -> None:
     assert (diagonal["a.weight"] >= 0).all()
     assert within(diagonal["a.weight"], naive, truth)
     assert within(torch.tensor(trace["a.weight"]), naive.flatten(), truth.flatten())
-    report = sf.measure(narrow, (x, y), measures=["relative_flatness"])
-    flatness = torch.tensor(report["relative_flatness"].by_layer["a"])
+    report = sf.measure(narrow, (x, y), measures=[RelativeFlatness(layer="a")])
+    flatness = torch.tensor(report["relative_flatness"].value)
     assert within(flatness, naive_flatness.flatten(), true_flatness.flatten())
 
 

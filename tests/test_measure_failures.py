@@ -119,10 +119,10 @@ def test_what_has_no_derivative_at_all_is_an_error_of_ours() -> None:
 
 
 def fails_with(error: Exception) -> Any:
-    def find(self: Curvature, kinds: frozenset[Kind], groups: int = 0) -> Any:
+    def find(self: Curvature, kinds: frozenset[Kind], *others: Any) -> Any:
         if "diagonal" in kinds:
             raise error
-        return found(self, kinds, groups)
+        return found(self, kinds, *others)
 
     found = Curvature.find
     return find
@@ -158,11 +158,11 @@ def test_a_sweep_that_fails_for_one_kind(error: Exception, words: str, monkeypat
 def test_a_sweep_that_fails_once_is_not_tried_again(monkeypatch) -> None:
     tried = []
 
-    def find(self: Curvature, kinds: frozenset[Kind], groups: int = 0) -> Any:
+    def find(self: Curvature, kinds: frozenset[Kind], *others: Any) -> Any:
         tried.append(kinds)
         if kinds:
             raise NoSecondDerivative("There is none.")
-        return found(self, kinds, groups)
+        return found(self, kinds, *others)
 
     found = Curvature.find
     monkeypatch.setattr(Curvature, "find", find)

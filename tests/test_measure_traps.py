@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.errors import NegativeCurvature
-from saltflat.measures import NormalizedSharpness, PaperRecipe
+from saltflat.measures import NormalizedSharpness, PaperRecipe, RelativeFlatness
 from saltflat.symmetries import least_trace
 
 
@@ -87,7 +87,8 @@ def test_views_that_are_estimates_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         few = sf.Hutchinson(probes=10)  # fewer than entries, so that there is an estimate
-        report = sf.measure(model, data(), measures=["relative_flatness"], estimator=few)
+        measures = [RelativeFlatness(by_layer=True)]
+        report = sf.measure(model, data(), measures=measures, estimator=few)
     found = report["relative_flatness"]
     assert found.exact
     assert "by_layer holds estimates for 0" in found.notes

@@ -22,19 +22,20 @@ from saltflat.measures import (
     Kappa,
     KappaTrace,
     MatrixNormalizedSharpness,
+    Measure,
     NormalizedSharpness,
     NotApplicable,
     RelativeFlatness,
     Rho,
 )
 
-CURVED = [
+CURVED: list[str | Measure] = [
     "hessian_trace",
     "normalized_sharpness",
     "matrix_normalized_sharpness",
     "kappa_trace",
     "rho",
-    "relative_flatness",
+    RelativeFlatness(by_layer=True),
 ]
 
 
@@ -379,7 +380,9 @@ def test_normalized_features() -> None:
     case = Case("head first, more samples", HeadFirst, targets=classes(2), n=12)
     (x, _), layers = case.data(), layers_of(case)
     found = sf.measure(
-        case.model(), case.data(), measures=[RelativeFlatness(normalize_features=True)]
+        case.model(),
+        case.data(),
+        measures=[RelativeFlatness(normalize_features=True, by_layer=True)],
     )["relative_flatness"]
     for name, inputs in features(case.dense().model, x).items():
         spread = inputs.std(0, correction=0)

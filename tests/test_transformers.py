@@ -369,6 +369,19 @@ def test_callback(tmp_path: Path, kind: type[Trainer]) -> None:
         assert logs[-1][f"saltflat/{name}"] == callback.history[-1].values[name]
 
 
+def test_callback_by_default_is_affordable_and_not_silent(tmp_path: Path) -> None:
+    """Of the classifier alone, with what it does told to whoever asks."""
+    model, told = stand_in(), []
+    callback = SharpnessTrainerCallback(PROBE, progress=lambda step, *_: told.append(step))
+    train(tmp_path, model, rho=None, kind=Trainer, callbacks=[callback])
+    (record,) = callback.history
+    exact = sf.measure(model, PROBE, measures=["relative_flatness"], parameters=CLASSIFIER)
+    assert dict(record.values) == {
+        "relative_flatness": pytest.approx(exact["relative_flatness"].value, rel=1e-5)
+    }
+    assert "relative_flatness" in told
+
+
 def test_callback_logs_where_the_trainer_does(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -50,6 +50,13 @@ class Loss(ABC):
         """How many of the samples count at all."""
         return len(outputs)
 
+    def class_dimension(self, outputs: Tensor, targets: Any) -> int | None:
+        """The dimension over which a log-softmax before this loss is a part of it; None if none.
+
+        The cross-entropy is the same with and without it: log-softmax is idempotent.
+        """
+        return None
+
     def check(self, outputs: Tensor, targets: Any, where: str) -> None:  # noqa: B027
         """Refuse targets that do not fit the outputs; `where` names the batch."""
 
@@ -114,49 +121,53 @@ class CrossEntropy(Loss):
             )
         return outputs.ndim - 1 if last else 1
 
-    def _weights(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(a, w): a[…, k] multiplies −log p_k; w is each position's share of the normaliser."""
-        classes = logits.shape[-1]
-        weight = torch.ones(classes) if self.weight is None else self.weight
-        weight = weight.to(logits.device, torch.float64)
-        if targets.is_floating_point():
-            soft = targets.double() * (1 - self.label_smoothing) + self.label_smoothing / classes
-            return soft * weight, torch.ones(targets.shape[:-1], device=logits.device)
+    def class_dimension(self, outputs: Tensor, targets: Any) -> int | None:
+        return self.dim(outputs, targets)
+
+    def _soft(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """a[…, k], which multiplies −log p_k, of probabilities as targets."""
+        spread = self.label_smoothing / logits.shape[-1]
+        soft = targets.double() * (1 - self.label_smoothing) + spread
+        return soft if self.weight is None else soft * self.weight.to(soft)
+
+    def _hard(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The positions that count, their classes, and their weights (float64), of classes."""
         kept = targets != self.ignore_index
-        safe = targets.where(kept, 0)
-        share = weight[safe] * kept
-        if self.label_smoothing == 0.0:
-            hard = torch.zeros_like(logits, dtype=torch.float64)
-            return hard.scatter_(-1, safe.unsqueeze(-1), share.unsqueeze(-1)), share
-        smooth = weight * (self.label_smoothing / classes) * kept.unsqueeze(-1)
-        hard = share.unsqueeze(-1) * (1 - self.label_smoothing)
-        return smooth.scatter_add(-1, safe.unsqueeze(-1), hard), share
+        classes = targets.where(kept, 0)
+        weight = None if self.weight is None else self.weight.to(targets.device, torch.float64)
+        return kept, classes, kept.double() if weight is None else weight[classes] * kept
+
+    def _smoothing(self, logits: Tensor) -> tuple[float, float, Tensor | float]:
+        """(1 − ε, ε/K, class weights)."""
+        weight = 1.0 if self.weight is None else self.weight.to(logits)
+        return 1 - self.label_smoothing, self.label_smoothing / logits.shape[-1], weight
 
     def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Σ_k a_k for every position, shape (n, positions…), float64."""
         logits, targets = self.class_last(outputs, targets)
-        if self.weight is None and not targets.is_floating_point():
-            return (targets != self.ignore_index).double()
-        return self._weights(logits, targets)[0].sum(-1)
+        if targets.is_floating_point():
+            return self._soft(logits, targets).sum(-1)
+        kept, _, share = self._hard(targets)
+        own, spread, _ = self._smoothing(logits)
+        whole = logits.shape[-1] if self.weight is None else float(self.weight.double().sum())
+        return own * share + spread * whole * kept.double()
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits, targets = self.class_last(outputs, targets)
-        if targets.is_floating_point() or self.label_smoothing:
-            a = self._weights(logits.detach(), targets)[0].to(logits.dtype)
-            return -(a * logits.log_softmax(-1)).sum()
-        kept = targets != self.ignore_index
-        at = targets.where(kept, 0)
-        share = kept if self.weight is None else kept * self.weight.to(logits.device)[at]
-        picked = logits.log_softmax(-1).gather(-1, at.unsqueeze(-1)).squeeze(-1)
-        return -(picked * share.to(logits.dtype)).sum()
+        logs = logits.log_softmax(-1)
+        if targets.is_floating_point():
+            return -(self._soft(logits.detach(), targets).to(logs) * logs).sum()
+        kept, classes, share = self._hard(targets)
+        own, spread, weight = self._smoothing(logits)
+        total = -(logs.gather(-1, classes.unsqueeze(-1)).squeeze(-1) * share.to(logs)).sum()
+        if self.label_smoothing == 0.0:
+            return total
+        return own * total - spread * ((logs * weight).sum(-1) * kept).sum()
 
     def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
         if targets.is_floating_point():
             return float(outputs.numel() // outputs.shape[1])
-        logits, targets = self.class_last(outputs, targets)
-        if self.weight is None:
-            return float((targets != self.ignore_index).sum())
-        return float(self._weights(logits, targets)[1].sum())
+        return float(self._hard(targets)[2].sum())
 
     def counted(self, outputs: Tensor, targets: Tensor) -> int:
         if targets.is_floating_point():
@@ -226,6 +237,52 @@ class ElementwiseLoss(Loss):
     def check(self, outputs: Tensor, targets: Any, where: str) -> None:
         _check_tensor(targets, self.name, where)
         _check_shape(outputs, targets, self.name, where)
+
+
+@final
+class NegativeLogLikelihood(ElementwiseLoss):
+    """−Σ w_y o_y of log-probabilities o, as `torch.nn.functional.nll_loss` defines it.
+
+    It is linear in the outputs. Of outputs that end in a log-softmax over the classes it is the
+    cross-entropy of what goes into that, and is measured so (see `Curvature.look`).
+    """
+
+    name = "nll"
+
+    def __init__(
+        self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
+    ) -> None:
+        self.mean = _reduction(reduction)
+        self.weight = weight
+        self.ignore_index = ignore_index
+
+    @property
+    def cross_entropy(self) -> CrossEntropy:
+        """The loss with a log-softmax before it."""
+        reduction = "mean" if self.mean else "sum"
+        return CrossEntropy(self.weight, self.ignore_index, reduction=reduction)
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        _, classes, share = self.cross_entropy._hard(targets)
+        return -(outputs.gather(1, classes.unsqueeze(1)).squeeze(1) * share.to(outputs)).sum()
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.zeros_like(outputs, dtype=torch.float64)
+
+    def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
+        return self.cross_entropy.normaliser(outputs, targets)
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> int:
+        return self.cross_entropy.counted(outputs, targets)
+
+    def check(self, outputs: Tensor, targets: Any, where: str) -> None:
+        _check_tensor(targets, self.name, where)
+        if targets.is_floating_point():
+            raise DataError(
+                f"The negative log-likelihood needs classes as targets, int64. Got "
+                f"{targets.dtype} in {where}; for probabilities use loss='cross_entropy'."
+            )
+        self.cross_entropy.check(outputs, targets, where)
 
 
 @final
@@ -513,6 +570,12 @@ _KNOWN: tuple[tuple[type, Callable[..., Tensor], Callable[..., Loss], set[str]],
         F.cross_entropy,
         CrossEntropy,
         {"weight", "ignore_index", "label_smoothing", "reduction"},
+    ),
+    (
+        nn.NLLLoss,
+        F.nll_loss,
+        NegativeLogLikelihood,
+        {"weight", "ignore_index", "reduction"},
     ),
     (nn.MSELoss, F.mse_loss, MeanSquaredError, {"reduction"}),
     (

@@ -170,7 +170,7 @@ def compare(
 
 
 def prepared(
-    engine: Curvature, measures: Iterable[Measure], on_error: OnError, group: Group | None = None
+    engine: Curvature, measures: Sequence[Measure], on_error: OnError, group: Group | None = None
 ) -> tuple[Context, Exception | None]:
     """What the measures compute from, with all the curvature that they need from one sweep.
 
@@ -184,7 +184,8 @@ def prepared(
     failure: Exception | None = None
     try:
         with derivatives_explained():
-            quantities = engine.quantities(kinds) if kinds else {}
+            only = _narrowed(engine, measures) if kinds else {}
+            quantities = engine.quantities(kinds, only) if kinds else {}
     except (SaltflatError, RuntimeError) as error:
         alone = NoSecondDerivative | NotApplicable | MissingDependency
         if on_error == "raise" or (
@@ -193,6 +194,23 @@ def prepared(
             raise
         failure = error
     return Context(engine.risk, engine.layers(), quantities, engine.seed, engine, group), failure
+
+
+def _narrowed(engine: Curvature, measures: Sequence[Measure]) -> dict[Kind, frozenset[str]]:
+    """The parameters that kinds of curvature are wanted of, where measures of one layer ask alone.
+
+    If no other measure asks for anything, the other parameters are not measured at all.
+    """
+    if not any(measure.one_layer for measure in measures):
+        return {}
+    alone = all(measure.one_layer for measure in measures)
+    layers = engine.outline() if alone else engine.layers(engine.look())
+    chosen = [measure.chosen(layers) if measure.one_layer else None for measure in measures]
+    names = frozenset(layer.parameter for layer in chosen if layer)
+    if all(chosen):
+        engine.risk.narrow(names)
+    wide = [m.required() for m, layer in zip(measures, chosen, strict=True) if not layer]
+    return dict.fromkeys(CURVATURE.difference(*wide), names)
 
 
 def compute_one(measure: Measure, context: Context) -> Measurement:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -25,6 +26,7 @@ from saltflat.errors import (
     nearest,
 )
 from saltflat.losses import (
+    CrossEntropy,
     JointLoss,
     Loss,
     LossLike,
@@ -233,6 +235,7 @@ class Risk:
         self._counted: dict[int, str] = {}  # leaf -> the batch that showed a row for each sample
         self._shared: set[int] = set()  # leaves that samples share
         self._leaves: int | None = None  # of the first batch
+        self._next_token: bool | None = None  # what labels stand for; None until a batch tells
         self._start: RandomState | None = None
         self._passes = 0
 
@@ -251,6 +254,19 @@ class Risk:
             loan.check_steady(lent, self._answers)
         finally:
             self._start.restore()
+
+    def narrow(self, names: Iterable[str]) -> None:
+        """Measure some of the parameters alone from here on, inside a session.
+
+        The others are constants: autograd keeps nothing of what comes before the first of `names`.
+        """
+        assert self._start is not None, "the session gives gradients back to the others"
+        self.parameters = _choose(self.parameters, names)
+        measured = {id(p) for p in self.parameters.values()}
+        for p in self.model.parameters():
+            if id(p) not in measured and p.requires_grad:
+                p.requires_grad_(False)
+        self.plans.clear()
 
     def _note_switches(self) -> None:
         """Say which modules do more than set a flag when they are put into evaluation mode."""
@@ -330,13 +346,7 @@ class Risk:
         """
         inputs = batch.inputs
         try:
-            if isinstance(inputs, Tensor):
-                raw = self.model(inputs)
-            elif isinstance(inputs, Mapping):
-                raw = self.model(**inputs)
-            else:
-                raw = self.model(*inputs)
-            outputs = self.output(raw)
+            outputs = self.output(self._call(inputs))
         except Exception as error:
             if not ordinary(error):
                 raise
@@ -352,6 +362,11 @@ class Risk:
                 f"Got outputs of shape {tuple(outputs.shape)}; pass output=callable to choose them."
             )
         return outputs
+
+    def _call(self, inputs: Any, **options: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self.model(**inputs, **options)
+        return self.model(*((inputs,) if isinstance(inputs, Tensor) else inputs), **options)
 
     def _advice(self, words: str, inputs: Any) -> str:
         """What to do about dtypes that do not go together, if that is what torch complains of."""
@@ -398,6 +413,7 @@ class Risk:
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
         targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
+        inputs = with_decoder_inputs(self.model, inputs, targets)
         size = _size(inputs, targets, where)
         lists = with_entries(inputs, size), with_entries(targets, size)
         leaves = len(tree_leaves(lists))
@@ -406,7 +422,45 @@ class Risk:
         if leaves == self._leaves:  # otherwise there are as many samples as shared numbers
             inputs, targets = lists
         rows = self._rows(tree_leaves((inputs, targets)), size, where)
-        return Batch(inputs, targets, size, where, rows)
+        return self._as_the_model_does(Batch(inputs, targets, size, where, rows))
+
+    def _as_the_model_does(self, batch: Batch) -> Batch:
+        """The batch with the labels of the next token, where the model itself shifts them.
+
+        That is asked of the first batch that tells: one with labels that are its own inputs, but
+        for those that are ignored.
+        """
+        loss, labels, tokens = self.loss, batch.targets, token_ids(batch.inputs)
+        if not isinstance(loss, CrossEntropy) or not isinstance(labels, Tensor) or tokens is None:
+            return batch
+        if labels.shape != tokens.shape or self._next_token is False:
+            return batch
+        counts = labels != loss.ignore_index
+        if not counts[:, 1:].any():
+            return batch
+        own = bool((labels == tokens)[counts].all())
+        if self._next_token is None:
+            self._next_token = own and self._shifts_labels(batch, counts)
+            self.notes += [_NEXT_TOKEN] if self._next_token else []
+        elif not own:
+            raise DataError(
+                f"The labels of {batch.where} are not its inputs, as those of the batches before "
+                "were, which are compared with the next token. Shift the labels of all batches, or "
+                "of none."
+            )
+        shifted = next_token(labels, loss.ignore_index) if self._next_token else labels
+        return replace(batch, targets=shifted)
+
+    def _shifts_labels(self, batch: Batch, counts: Tensor) -> bool:
+        """Whether the model's own loss compares every position with the label of the next."""
+        config = getattr(self.model, "config", None)
+        if not hasattr(self.model, "loss_type") and not getattr(config, "is_decoder", False):
+            return False
+        first = int(counts[:, 1:].any(1).int().argmax())
+        one = batch.part(first, first + 1)
+        with torch.no_grad():
+            answer = self._call(one.inputs, labels=one.targets)
+        return compares_next(answer["loss"], answer["logits"], one.targets)
 
     def _rows(self, leaves: Sequence[Any], size: int, where: str) -> tuple[bool, ...]:
         """Which leaves hold one row a sample: those that are as long as every batch that is read.
@@ -502,6 +556,43 @@ def split_item(item: Any) -> tuple[Any, Any]:
         + (f" of length {len(item)}" if isinstance(item, tuple | list) else "")
         + "; pass unpack=lambda item: (inputs, targets)."
     )
+
+
+_NEXT_TOKEN = (
+    "the labels are the inputs of a causal model: every position is compared with the next token, "
+    "as in the model's own loss"
+)
+
+
+def token_ids(inputs: Any) -> Tensor | None:
+    """The tokens among a model's inputs, if it has them."""
+    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.ndim == 2
+    return ids if whole else None
+
+
+def next_token(labels: Tensor, ignored: int = -100) -> Tensor:
+    """The label of the next position for every position; the last has none."""
+    return F.pad(labels[:, 1:], (0, 1), value=ignored)
+
+
+def compares_next(loss: Tensor, outputs: Tensor, labels: Tensor) -> bool:
+    """Whether a model's own loss compares the outputs of a position with the label of the next."""
+    shifted, plain = (
+        abs(float(F.cross_entropy(outputs.detach().flatten(0, 1), each.flatten()) - loss.detach()))
+        for each in (next_token(labels), labels)
+    )
+    return shifted < plain
+
+
+def with_decoder_inputs(model: nn.Module, inputs: Any, labels: Any) -> Any:
+    """The inputs of an encoder-decoder, with those of its decoder, which it makes of the labels."""
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    given = ("decoder_input_ids", "decoder_inputs_embeds")
+    whole = not isinstance(inputs, dict) or any(inputs.get(name) is not None for name in given)
+    if prepare is None or whole or not isinstance(labels, Tensor) or labels.ndim != 2:
+        return inputs
+    return {**inputs, given[0]: prepare(labels=labels)}
 
 
 def logits(raw: Any) -> Tensor:

@@ -37,9 +37,12 @@ from saltflat.curvature.plan import (
     Signature,
     leaf_shapes,
     plan_for,
+    signature,
+    weight_matrices,
 )
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
+from saltflat.curvature.rules import LinearUse, Recorder
 from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Tally
 from saltflat.curvature.spectrum import (
     Coordinates,
@@ -68,6 +71,7 @@ from saltflat.losses import (
     CustomLoss,
     JointLoss,
     Loss,
+    NegativeLogLikelihood,
     describe,
     divisor,
     leaves,
@@ -92,6 +96,13 @@ _OWN_PROBES = 32
 _WORTH = 8
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
+
+Parameters = Mapping[Kind, frozenset[str]]  # that a kind is wanted of
+
+_LIKELIHOOD = (
+    "the model ends in a log-softmax: with it the negative log-likelihood is the cross-entropy of "
+    "what goes in, and is measured as that"
+)
 
 
 @dataclass(slots=True)
@@ -174,27 +185,49 @@ class Curvature:
             wanted = first.size if plan.coupled else 8
             few, outputs = halving(lambda most: _few(risk, first, most), wanted)
             self.loss = _classified(risk, outputs, few)
+        self._read_likelihood(plan)
         return plan
+
+    def _read_likelihood(self, plan: Plan) -> None:
+        """Take a log-softmax at the end of the model for a part of the loss, if there is one."""
+        given = self.risk.loss
+        if isinstance(given, NegativeLogLikelihood):
+            self.loss = given.cross_entropy if plan.log_probabilities else given
+            if plan.log_probabilities and _LIKELIHOOD not in self.risk.notes:
+                self.risk.notes.append(_LIKELIHOOD)
 
     def _weaken(self, plan: Plan, refutation: Refutation) -> Plan:
         """The plan, or the loss, after a chunk showed that it is not what it seemed."""
         if (other := refutation.plan) is not None:
             curved = {**other.curved, **plan.curved}
             probed = {n for n in plan.probed & curved.keys() if other.allows(n)}
-            coupled = plan.coupled or other.coupled
-            return replace(plan, coupled=coupled, curved=curved, probed=frozenset(probed))
+            weaker = replace(
+                plan,
+                coupled=plan.coupled or other.coupled,
+                curved=curved,
+                probed=frozenset(probed),
+                log_probabilities=plan.log_probabilities and other.log_probabilities,
+            )
+            self._read_likelihood(weaker)
+            return weaker
         assert isinstance(self.loss, CustomLoss)
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
 
-    def find(self, kinds: frozenset[Kind], groups: int = 0) -> Findings:
-        """Several kinds of quantities from one sweep, of estimates this many groups of draws."""
+    def find(
+        self, kinds: frozenset[Kind], groups: int = 0, only: Parameters | None = None
+    ) -> Findings:
+        """Several kinds of quantities from one sweep, of estimates this many groups of draws.
+
+        `only` holds the parameters that a kind is wanted of, where these are not all.
+        """
         batches = self.risk.batches()
         first = next(batches)
         plan = self.look(first)
         stream: Iterable[Batch] = chain([first], batches)
         while isinstance(
-            findings := _Search(self, kinds, groups, plan).run(stream, first), Refutation
+            findings := _Search(self, kinds, groups, plan, only or {}).run(stream, first),
+            Refutation,
         ):
             plan, stream = self._weaken(plan, findings), self.risk.batches()
         self.warnings += [w for w in findings.warnings if w not in self.warnings]
@@ -206,7 +239,9 @@ class Curvature:
         """What the first sweep found; a look at the model, if nothing was asked for yet."""
         return self._first or self.find(frozenset())
 
-    def quantities(self, kinds: frozenset[Kind]) -> dict[Kind, Quantity]:
+    def quantities(
+        self, kinds: frozenset[Kind], only: Parameters | None = None
+    ) -> dict[Kind, Quantity]:
         """The same, for measures: with draws, from which the error of what is made of them comes.
 
         Kinds that the model does not have are left out.
@@ -214,7 +249,7 @@ class Curvature:
         given = self.estimator
         count = given.probes if isinstance(given, Hutchinson) else given and given.draws
         groups = min(count, _GROUPS) if count else _OWN_GROUPS
-        quantities = self.find(kinds, groups).quantities
+        quantities = self.find(kinds, groups, only).quantities
         return {kind: quantities[kind] for kind in kinds if kind in quantities}
 
     def eigenpairs(self, names: Sequence[str], k: int, tol: float) -> tuple[Eigenpair, ...]:
@@ -316,10 +351,32 @@ class Curvature:
         assert self.loss is not None, "a plan comes with a look at the loss"
         return Products(self.risk, self.loss, names, self.matrix, plan, chunk)
 
-    def layers(self) -> list[Layer]:
-        """The weight matrices, in `named_parameters` order."""
-        last, kinds = dict[str, int](), dict(self.first.rules)
-        for position, (rule, names) in enumerate(self.first.calls):
+    def layers(self, plan: Plan | None = None) -> list[Layer]:
+        """The weight matrices, in `named_parameters` order: those of a plan, or those found."""
+        if plan is not None:
+            return self._layers(plan.matrices, plan.signature, plan.rules)
+        first = self.first
+        return self._layers(first.matrices, first.calls, first.rules)
+
+    def outline(self) -> list[Layer]:
+        """The layers that one forward pass of a few samples shows; nothing is differentiated.
+
+        None where they might not be those of `layers`: that takes a look at gradients.
+        """
+        few = next(self.risk.batches()).part(0, 2)
+        with Recorder(self.risk.parameters) as recorder:
+            self.risk.forward(few)
+        uses = recorder.uses
+        if any(isinstance(use, LinearUse) and use.transposed for use in uses):
+            return []  # a product of parameters, perhaps
+        rules = dict.fromkeys(self.risk.parameters, UNUSED)
+        return self._layers(weight_matrices(self.risk, rules, uses), signature(uses), rules)
+
+    def _layers(
+        self, matrices: Mapping[str, Matrix], calls: Signature, rules: Mapping[str, str]
+    ) -> list[Layer]:
+        last, kinds = dict[str, int](), dict(rules)
+        for position, (rule, names) in enumerate(calls):
             # What a layer is does not depend on the rule that serves it: one that is dead on the
             # probed samples is served by another.
             last |= dict.fromkeys(names, position)
@@ -333,7 +390,7 @@ class Curvature:
                 kinds[name],
                 last.get(name, -1),
             )
-            for name, matrix in self.first.matrices.items()
+            for name, matrix in matrices.items()
         ]
 
 
@@ -342,8 +399,14 @@ class _Search:
     """One search for quantities of `kinds` by a plan, block by block; into `findings`."""
 
     def __init__(
-        self, curvature: Curvature, kinds: frozenset[Kind], groups: int, plan: Plan
+        self,
+        curvature: Curvature,
+        kinds: frozenset[Kind],
+        groups: int,
+        plan: Plan,
+        only: Parameters,
     ) -> None:
+        self.only = only
         self.whole, self.kinds, self.groups, self.plan = curvature, kinds, groups, plan
         self.risk, self.hessian = curvature.risk, curvature.matrix == "hessian"
         self.settings, given = curvature.settings, curvature.estimator
@@ -361,8 +424,7 @@ class _Search:
     def run(self, stream: Iterable[Batch], first: Batch) -> Findings | Refutation:
         names, plan, findings = list(self.risk.parameters), self.plan, self.findings
         exact = [n for n in names if not self.joint and (not self.hessian or plan.allows(n))]
-        plain = self.kinds & EVERY_PARAMETER
-        wanted = {n: self.kinds if n in self.weights else plain for n in names}
+        wanted = {n: self._wanted(n) for n in names}
         fisher = frozenset[Kind]() if self.joint else FISHER
         swept = {n: wanted[n] & (fisher | CURVATURE if n in exact else fisher) for n in names}
         requests = {n: kinds for n, kinds in swept.items() if kinds}
@@ -382,6 +444,11 @@ class _Search:
         )
         self._note_precision()
         return findings
+
+    def _wanted(self, name: str) -> frozenset[Kind]:
+        """The kinds that are wanted of a parameter."""
+        kinds = self.kinds if name in self.weights else self.kinds & EVERY_PARAMETER
+        return frozenset(kind for kind in kinds if name in self.only.get(kind, (name,)))
 
     def _joint(self) -> str:
         """Why samples cannot be taken one by one, if they cannot."""
@@ -597,19 +664,23 @@ class _Search:
 
     def _from_products(self, names: list[str]) -> Refutation | None:
         """By products with the matrix: written out where these are few, else estimated."""
-        shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in names}
-        entries = sum(shape.numel() for shape, _ in shapes.values())
-        weights = {n: w for n, w in self.weights.items() if n in names}
-        plain = self.kinds & EVERY_PARAMETER
+        entries = sum(self.risk.parameters[n].numel() for n in names)
+        plain = [n for n in names if self._wanted(n) & EVERY_PARAMETER]
+        shapes = {n: (self.risk.parameters[n].shape, self.risk.device) for n in plain}
         estimates: dict[Kind, Quantity] = {}
         if plain:
-            both = self.whole.products(names, self.plan).serve(
-                lambda product: self.estimator.estimate(product, shapes, plain, self.groups)
+            kinds = self.kinds & EVERY_PARAMETER
+            both = self.whole.products(plain, self.plan).serve(
+                lambda product: self.estimator.estimate(product, shapes, kinds, self.groups)
             )
             if isinstance(both, Refutation):
                 return both
-            estimates |= {kind: both[kind] for kind in plain}
-        for kind in [k for k in FORMS if k in self.kinds and weights]:
+            estimates |= {kind: both[kind] for kind in kinds}
+        for kind in [k for k in FORMS if k in self.kinds]:
+            weights = {n: w for n, w in self.weights.items() if n in names}
+            weights = {n: w for n, w in weights.items() if kind in self._wanted(n)}
+            if not weights:
+                continue
             in_full = entries <= self.estimator.probes  # as for traces and diagonals
             form = self._form(kind, weights, in_full)
             if isinstance(form, Refutation):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
+from saltflat.curvature.proof import narrowest
 from saltflat.curvature.rules import Safe
 from saltflat.errors import LossError, ModelError, listed
 from saltflat.losses import scalar
@@ -385,7 +386,10 @@ class _Question:
         )
         gradients = dict(zip(moved, slopes, strict=True))
         size = float((outputs.detach() * self.cotangent).abs().double().sum())
-        rounding = 64 * float(torch.finfo(self.cotangent.dtype).eps) * size
+        narrow = narrowest(outputs)
+        rounding = 64 * float(torch.finfo(narrow).eps) * size
+        if torch.finfo(narrow).eps > torch.finfo(outputs.dtype).eps and self.how is not _COARSE:
+            return replace(self, how=_COARSE).disagreeing(names)
 
         def all_agree() -> bool:
             return all(

@@ -204,14 +204,15 @@ class Draws:
         self.count += 1
         self.totals.append(sum(float(x.sum()) for x in draw.values()))
         for name, x in draw.items():
-            mean = self.mean.setdefault(name, torch.zeros_like(x))
-            spread = self.spread.setdefault(name, torch.zeros_like(x))
-            change = x - mean
-            mean += change / self.count
-            spread += change * (x - mean)
+            if name not in self.mean:  # zeros of many groups of large blocks take their time
+                self.mean[name], self.spread[name] = torch.zeros_like(x), torch.zeros_like(x)
+                if self.groups:
+                    self.sums[name] = x.new_zeros(self.groups, *x.shape)
+            change = x - self.mean[name]
+            self.mean[name].add_(change, alpha=1 / self.count)
+            self.spread[name].addcmul_(change, change, value=1 - 1 / self.count)
             if self.groups:
-                sums = self.sums.setdefault(name, x.new_zeros(self.groups, *x.shape))
-                sums[(self.count - 1) % self.groups] += x
+                self.sums[name][(self.count - 1) % self.groups] += x
 
     def quantity(self) -> Quantity:
         pairs = self.count * (self.count - 1)

@@ -27,6 +27,7 @@ from saltflat.losses import (
     ElementwiseLoss,
     JointLoss,
     Loss,
+    NegativeLogLikelihood,
     UserLoss,
     nodes,
     scalar,
@@ -144,16 +145,16 @@ class SoftmaxSketch(Factor):
 class DiagonalFactor(Factor):
     """B is diagonal (squared error, binary cross-entropy): one direction an output element."""
 
-    def __init__(self, diagonal: Tensor, like: Tensor) -> None:
+    def __init__(self, diagonal: Tensor, like: Tensor, count: int) -> None:
         self.negative = bool((diagonal < 0).any())
         self.sign = torch.where(diagonal < 0, -1.0, 1.0).reshape(len(like), -1).to(like)
         self.root = diagonal.abs().sqrt().to(like.dtype)
-        self.count = self.root[0].numel()
+        self.count = count
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         n, count = len(self.root), stop - start
         index = torch.arange(start, stop, device=self.root.device)
-        values = self.root.new_zeros(count, n, self.count)
+        values = self.root.new_zeros(count, n, self.root[0].numel())
         values[torch.arange(count, device=index.device), :, index] = self.root.reshape(n, -1)[
             :, start:stop
         ].T
@@ -225,7 +226,7 @@ def direction_count(loss: Loss, outputs: Tensor, targets: Any) -> int:
     entries = outputs[0].numel()
     if isinstance(loss, CrossEntropy):
         return entries - entries // outputs.shape[loss.dim(outputs, targets)]
-    return entries
+    return 0 if isinstance(loss, NegativeLogLikelihood) else entries
 
 
 def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Factor:
@@ -235,7 +236,8 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
         kind = SoftmaxSketch if sketched else SoftmaxFactor
         return kind(loss, outputs, batch.targets)
     if isinstance(loss, ElementwiseLoss):
-        return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs)
+        count = direction_count(loss, outputs, batch.targets)
+        return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs, count)
     check_derivatives(loss)
     if sketched:
         return ProductFactor(loss, outputs, batch.targets)

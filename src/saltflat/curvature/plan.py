@@ -33,6 +33,7 @@ from saltflat.curvature.proof import InPlace, Proof, prove
 from saltflat.curvature.rules import EmbeddingUse, LinearUse, Recorder, Rows, Safe, Use
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
+from saltflat.losses import Loss, NegativeLogLikelihood
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, alike, join
 from saltflat.session import full_precision, reduced_precision
@@ -91,6 +92,7 @@ class Plan:
     signature: Signature
     trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
     narrow: torch.dtype  # the least precise type on the way from parameters to outputs
+    log_probabilities: bool  # outputs end in a log-softmax over the classes
     channels_last: bool
     seen: Batch  # the samples that were looked at
     sample_outputs: Tensor  # of these
@@ -247,7 +249,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             coupled=is_coupled,
             rules=rules,
             dims=dims,
-            matrices=_matrices(risk, rules, uses),
+            matrices=weight_matrices(risk, rules, uses),
             curved=proof.curved,
             given=proof.given,
             probed=probed,
@@ -256,6 +258,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             signature=signature(uses),
             trail=proof.trail,
             narrow=proof.narrow,
+            log_probabilities=proof.log_probabilities,
             channels_last=_bears_channels_last(risk, batch, outputs),
             **_sizes(batch, outputs, uses),
         )
@@ -272,15 +275,27 @@ def in_place_writes(risk: Risk, batch: Batch) -> Callable[[], frozenset[str]]:
     return writes
 
 
-def proof_of(risk: Risk, batch: Batch, outputs: Tensor) -> Proof:
-    """What the graph of these outputs of a batch proves."""
-    proof = prove(outputs, risk.parameters, in_place_writes(risk, batch))
+def proof_of(risk: Risk, batch: Batch, outputs: Tensor, loss: object = None) -> Proof:
+    """What the graph of these outputs of a batch proves, up to what is a part of the loss.
+
+    By default the risk's, of which a log-softmax before a likelihood would be a part.
+    """
+    if loss is None:
+        own = risk.loss
+        loss = own.cross_entropy if isinstance(own, NegativeLogLikelihood) else own
+    dim = loss.class_dimension(outputs, batch.targets) if isinstance(loss, Loss) else None
+    proof = prove(outputs, risk.parameters, in_place_writes(risk, batch), dim)
     if "CheckpointFunctionBackward" in proof.opaque:
         raise ModelError(
             "The model uses reentrant checkpointing, inside of which autograd cannot look. Pass "
             "use_reentrant=False to torch.utils.checkpoint."
         )
     return proof
+
+
+def taken_for_cross_entropy(loss: object, risk: Risk) -> bool:
+    """Whether the risk's loss is taken for more than it is: a likelihood with the log-softmax."""
+    return isinstance(risk.loss, NegativeLogLikelihood) and loss is not risk.loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +345,7 @@ def fast_rules(
             }
         fitting = {n: v - given[n] for n, v in values.items() if v.shape == given[n].shape}
         for name, error in zip(fitting, _largest(list(fitting.values())), strict=True):
-            if error <= (1e-9 if outputs.dtype == torch.float64 else 1e-3) * sizes[name]:
+            if error <= (1e-9 if proof.narrow == torch.float64 else 1e-3) * sizes[name]:
                 rules[name], dims[name] = offers[name][0][0].rule, dim
                 open_.discard(name)
     return FastRules(rules, dims, dormant, cotangent * spread, given)
@@ -459,7 +474,7 @@ def _sizes(batch: Batch, outputs: Tensor, uses: Sequence[Use]) -> dict[str, Any]
     }
 
 
-def _matrices(risk: Risk, rules: Mapping[str, str], uses: Sequence[Use]) -> dict[str, Matrix]:
+def weight_matrices(risk: Risk, rules: Mapping[str, str], uses: Sequence[Use]) -> dict[str, Matrix]:
     """What acts as a matrix; of an unknown operation, whatever has two dimensions or more."""
     matrices = {}
     for use in uses:

@@ -21,7 +21,8 @@ from saltflat.curvature.loss_hessian import (
     lacks_derivative,
     output_product,
 )
-from saltflat.curvature.plan import Company, Plan, Refutation
+from saltflat.curvature.plan import Company, Plan, Refutation, taken_for_cross_entropy
+from saltflat.curvature.proof import log_softmax_head
 from saltflat.curvature.rules import Safe
 from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
@@ -154,6 +155,8 @@ class Products:
         self.risk.check(outputs, batch)
         if self._calls == 0:  # later products have the same graphs
             insist_on_derivatives(outputs, self.parameters.values())
+            if taken_for_cross_entropy(self.loss, self.risk) and not log_softmax_head(outputs, 1):
+                raise _Refuted(Refutation(replace(self.plan, log_probabilities=False)))
             if not self.plan.coupled and not self._company.is_indifferent(batch, outputs):
                 raise _Refuted(Refutation(replace(self.plan, coupled=True)))
         return outputs

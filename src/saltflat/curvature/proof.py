@@ -219,6 +219,7 @@ class Proof:
     trail: tuple[str, ...]  # the operations in the order of the walk, but for mere layout
     narrow: torch.dtype  # the least precise type that the graph goes through
     edges: Mapping[str, int]  # parameter -> how many operations take it
+    log_probabilities: bool  # the outputs are a log-softmax over the classes
     _sample_dim: Mapping[Any, int | None]  # every node -> the dimension of its samples, if it has
 
     def keeps_rows(self, node: Any) -> bool:
@@ -231,9 +232,16 @@ class Proof:
 
 
 def prove(
-    outputs: Tensor, parameters: Mapping[str, Tensor], writes: Callable[[], frozenset[str]]
+    outputs: Tensor,
+    parameters: Mapping[str, Tensor],
+    writes: Callable[[], frozenset[str]],
+    class_dimension: int | None = None,
 ) -> Proof:
     """Walk the graph of `outputs`, one row a sample.
+
+    A log-softmax over `class_dimension` that the outputs end in is taken for a part of the loss,
+    and the walk is that of the graph below it. The factors of a cross-entropy's Hessian sum to 0
+    over the classes, so that they pass through it unchanged.
 
     Writes into a part of a tensor hide what was written (`h[:, 0].sin_()` leaves no sine in the
     graph), so `writes` is asked for the operations in place of the whole pass when there is one.
@@ -244,6 +252,7 @@ def prove(
     given: dict[str, int] = {}
     trail: list[str] = []
     order = list(leaves_first(outputs.grad_fn))
+    head = None if class_dimension is None else log_softmax_head(outputs, class_dimension)
     for node, name, children in order:
         below = [reach[child] for child, _ in children]
         if not below:
@@ -253,7 +262,7 @@ def prove(
         if name not in _LAYOUT:
             trail.append(name)
         reach[node] = every = reduce(or_, below)
-        if not every or name in _LINEAR:
+        if not every or name in _LINEAR or node is head:
             continue
         if _is_declared(node, name):
             given[_declared[name]] = given.get(_declared[name], 0) | every
@@ -267,8 +276,9 @@ def prove(
         _blamed(given, parameters),
         frozenset(curved) - {*_PRODUCTS, *_CONDITIONAL, _PART},
         tuple(trail),
-        _narrowest(order, outputs),
+        narrowest(outputs, order),
         _edges(order, parameters),
+        head is not None,
         _sample_dims(order, len(outputs) if outputs.ndim else 1),
     )
 
@@ -278,8 +288,9 @@ def _is_declared(node: Any, name: str) -> bool:
     return name in _declared and isinstance(node, BackwardCFunction)
 
 
-def _narrowest(order: Sequence[Visit], outputs: Tensor) -> torch.dtype:
-    """The type of fewest digits that values are cast to on their way."""
+def narrowest(outputs: Tensor, order: Sequence[Visit] | None = None) -> torch.dtype:
+    """The type of fewest digits that values are cast to on their way; `order` is their graph."""
+    order = list(leaves_first(outputs.grad_fn)) if order is None else order
     casts = (node._input_metadata[0].dtype for node, name, _ in order if name == "ToCopy")
     floats: Iterator[torch.dtype] = (d for d in (outputs.dtype, *casts) if d.is_floating_point)
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
@@ -376,6 +387,39 @@ def leaves_first(root: Any) -> Iterator[Visit]:
             stack.extend((child, None) for child, _ in children if child not in seen)
 
 
+def log_softmax_head(outputs: Tensor, dim: int) -> Any:
+    """The node of the log-softmax along `dim` that outputs are, up to their layout; or None."""
+    node, shape = outputs.grad_fn, tuple(outputs.shape)
+    while node is not None:
+        name = _named(node)
+        if name == "LogSoftmax":
+            return node if _dims(node, _ALONG[name], len(shape)) == {dim} else None
+        if name not in _RELAID:
+            return None
+        child, output = node.next_functions[0]
+        below = () if child is None else tuple(child._input_metadata[output].shape)
+        found = _dim_below(node, name, dim, shape, below)
+        if found is None:
+            return None
+        node, dim, shape = child, found, below
+    return None
+
+
+def _dim_below(
+    node: Any, name: str, dim: int, shape: Sequence[int], below: Sequence[int]
+) -> int | None:
+    """Where a dimension of a result is in the operand that was laid out anew, if it is one."""
+    if name == "Permute":
+        return int(node._saved_dims[dim]) % len(shape)
+    if name == "Transpose":
+        one, other = (next(iter(_dims(node, (a,), len(shape)))) for a in _ALONG[name])
+        return {one: other, other: one}.get(dim, dim)
+    # The same entries in the same order: the same size, with as many entries after it.
+    after = prod(shape[dim + 1 :])
+    fits = (k for k, size in enumerate(below) if size == shape[dim])
+    return next((k for k in fits if prod(below[k + 1 :]) == after), None)
+
+
 # Rows.
 
 # fmt: off
@@ -406,6 +450,7 @@ _ROW_OPERANDS: dict[str, tuple[int, ...]] = {
 }
 _VIEW = {"View", "UnsafeView", "ReshapeAlias"}
 _LAYOUT = _VIEW | {"AsStrided", "Clone"}  # what another memory format adds
+_RELAID = _VIEW | {"Alias", "Clone", "Permute", "Squeeze", "ToCopy", "Transpose", "Unsqueeze"}
 # Where a node says which dimensions it works along.
 _ALONG = {
     **dict.fromkeys((

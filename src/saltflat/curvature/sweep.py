@@ -34,6 +34,7 @@ from saltflat.curvature.plan import (
     fast_rules,
     plan_for,
     proof_of,
+    taken_for_cross_entropy,
 )
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Safe, Use
@@ -103,6 +104,9 @@ def reduce(
 # Below this many entries a direction, on a CPU, the overhead of separate backward passes is
 # larger than what batching them costs.
 _SMALL = 300_000
+
+# Of the outputs, that a chunk holds at a time: probabilities, factors, a direction.
+_COPIES = 8
 
 
 def live_uses(uses: Sequence[Use], plan: Plan, names: frozenset[str]) -> list[Use]:
@@ -333,14 +337,15 @@ class Pass(ABC):
         return None
 
     def chunk_size(self, plan: Plan, batch: Batch) -> int:
-        """How many samples fit: graph, deltas of some directions, patches, output Hessians.
+        """How many samples fit: graph, outputs, deltas of directions, patches, output Hessians.
 
         The batch is cut evenly. On a GPU chunks stay below 512 samples, above which cuDNN picks
         slower kernels in float32 (ResNet-18 on an H200: 5.5 gradients at 1000, 4.9 at 500), or
         1024 in TensorFloat-32 (5.7 at 1000, 6.0 at 500).
         """
         outputs = plan.outputs.numel()
-        entries = 2 * (plan.inputs + plan.activations) + min(outputs, 16) * plan.delta_entries
+        entries = 2 * (plan.inputs + plan.activations) + _COPIES * outputs
+        entries += min(outputs, 16) * plan.delta_entries
         each = plan.width * (entries + plan.patches)
         if not isinstance(self.loss, CrossEntropy | ElementwiseLoss):
             each += 32 * min(outputs, self.settings.max_directions) ** 2
@@ -365,7 +370,7 @@ class Pass(ABC):
         self.risk.check(outputs, chunk)
         if index == 0 and first == 0 and not self._as_probed(plan, chunk, outputs):
             return Refutation(replace(plan, coupled=True))
-        proof = proof_of(self.risk, chunk, outputs)
+        proof = proof_of(self.risk, chunk, outputs, self.loss)
         plan = self._plan(plan, chunk, outputs, recorder.uses, proof)
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
@@ -391,8 +396,10 @@ class Pass(ABC):
         self, plan: Plan, chunk: Batch, outputs: Tensor, proof: Proof
     ) -> Refutation | None:
         """What this chunk is not, if that is more than the pass can do with."""
-        known = replace(plan, curved={**proof.curved, **plan.curved})
-        if plan.coupled or not self.copes(known):
+        curved = {**proof.curved, **plan.curved}
+        known = replace(plan, curved=curved, log_probabilities=proof.log_probabilities)
+        mistaken = taken_for_cross_entropy(self.loss, self.risk) and not proof.log_probabilities
+        if plan.coupled or mistaken or not self.copes(known):
             return Refutation(known)
         if not self._company.is_indifferent(chunk, outputs):
             return Refutation(replace(plan, coupled=True))

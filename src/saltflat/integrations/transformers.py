@@ -15,7 +15,7 @@ For a trainer class of your own: `class MyTrainer(SharpnessTrainerMixin, ThatTra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from saltflat.errors import InvalidType, InvalidValue, MissingDependency
+from saltflat.measures import Measure, RelativeFlatness
+from saltflat.risk import compares_next, next_token, token_ids
 from saltflat.training import FAM, MonitorCallback, PerturbedOptimizer, Record
 
 try:
@@ -44,8 +46,11 @@ class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
 
     Parameters
     ----------
-    data, measures, options : as in `saltflat.training.monitor.Monitor`; `loss`, `budget`, `path`
-        and `samples` among them. Batches are dicts with `labels`, as from a Trainer's loaders.
+    data, options : as in `saltflat.training.monitor.Monitor`; `loss`, `budget`, `path`, `samples`
+        and `progress` among them. Batches are dicts with `labels`, as from a Trainer's loaders.
+    measures : by default the relative flatness of the last Linear, which costs less than a gradient
+        on the data for a classifier. The curvature of all layers of a transformer has to be drawn,
+        at up to 100 gradients a measurement: `measures=["hessian_trace"]` asks for it.
     every_n_epochs, every_n_steps : when to measure; by default after every epoch. Steps are those
         of the optimizer (`state.global_step`).
 
@@ -56,6 +61,11 @@ class SharpnessTrainerCallback(MonitorCallback, TrainerCallback):
     """
 
     _trainer: Any = None
+
+    def __init__(
+        self, data: Any, measures: Iterable[str | Measure] = (RelativeFlatness(),), **options: Any
+    ) -> None:
+        super().__init__(data, measures, **options)
 
     def attach(self, trainer: Any) -> None:
         """Log through this trainer."""
@@ -98,7 +108,8 @@ class SharpnessTrainerMixin:
     perturb : makes such an optimizer of the one that the trainer would use, e.g.
         `lambda base: SAM(base, rho=0.05)`. One may also be handed over in `optimizers=`.
     fam : a penalty that is added to the loss in training. Its own loss is the mean over a batch of
-        the cross-entropy unless it was given another (`FAM(…, loss=…)`, label smoothing).
+        the cross-entropy unless it was given another (`FAM(…, loss=…)`, label smoothing). Labels
+        that are the inputs of a causal model are those of the next token, as in its own loss.
 
     Gradient accumulation: the perturbed passes go over all micro-batches of the step, which are
     kept until then. With a penalty the loss is the mean over a micro-batch, and the gradient that
@@ -125,6 +136,7 @@ class SharpnessTrainerMixin:
             raise InvalidType(f"fam must be a saltflat FAM. Got {type(fam).__name__}.")
         self._perturb, self.fam = perturb, fam
         self._micro_batches: list[tuple[dict[str, Any], Any]] = []  # of the step so far
+        self._next_token: bool | None = None  # what labels stand for; None until a batch tells
         super().__init__(*arguments, **options)
         mine: Any = self
         if fam is not None:
@@ -164,8 +176,19 @@ class SharpnessTrainerMixin:
         if self.fam is not None and model.training and torch.is_grad_enabled():
             if labels is None:
                 raise InvalidValue("FAM needs the labels of a batch, and this one has no 'labels'.")
-            loss = loss + self.fam(labels)
+            loss = loss + self.fam(self._targets(inputs, labels, outputs))
         return (loss, outputs) if return_outputs else loss
+
+    def _targets(self, inputs: Any, labels: Any, outputs: Any) -> Any:
+        """The labels, or those of the next token where that is what the model's own loss takes."""
+        tokens, counts = token_ids(inputs), labels != -100
+        if tokens is None or labels.shape != tokens.shape or not counts[:, 1:].any():
+            return labels
+        if self._next_token is None:
+            own = bool((labels == tokens)[counts].all())
+            told = own and isinstance(outputs, dict) and outputs.get("loss") is not None
+            self._next_token = told and compares_next(outputs["loss"], outputs["logits"], labels)
+        return next_token(labels) if self._next_token else labels
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Tensor:
         mine: Any = self

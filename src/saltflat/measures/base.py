@@ -110,6 +110,15 @@ class Measure(ABC):
         """What these settings need; by default `needs`."""
         return self.needs
 
+    @property
+    def one_layer(self) -> bool:
+        """Whether it takes the curvature of one layer alone, its `chosen`."""
+        return False
+
+    def chosen(self, layers: Sequence[Layer]) -> Layer | None:
+        """The layer that it is of, if it is of one, and if that is among these."""
+        return None
+
     def for_comparison(self) -> Self:
         """The same, as exact as it takes to see whether it moves with a rescaling."""
         return self

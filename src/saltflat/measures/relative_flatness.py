@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, final
 
@@ -159,7 +160,8 @@ class RelativeFlatness(Measure):
     """κ(W) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'} (Petzka et al. 2021, Definition 3).
 
     The value belongs to `layer`, by default the last Linear, whose input is the penultimate
-    representation; `by_layer` has every other. `simplified=True` gives ‖W‖² Tr H instead.
+    representation, and nothing else is differentiated; `by_layer=True` has every other layer in
+    `by_layer`. `simplified=True` gives ‖W‖² Tr H instead.
     `normalize_features=True` divides each feature by its standard deviation over the data and
     multiplies the weights by it, which makes the measure invariant to rescaling input units.
     """
@@ -167,6 +169,7 @@ class RelativeFlatness(Measure):
     layer: str | None = None
     normalize_features: bool = False
     simplified: bool = False
+    by_layer: bool = False
 
     name: ClassVar[str] = "relative_flatness"
     title: ClassVar[str] = "Σ ⟨w_s, w_s'⟩ Tr H_ss'"
@@ -188,13 +191,25 @@ class RelativeFlatness(Measure):
     def required(self) -> frozenset[Need]:
         return frozenset({self._kind})
 
+    @property
+    def one_layer(self) -> bool:
+        return not self.by_layer
+
+    def chosen(self, layers: Sequence[Layer]) -> Layer | None:
+        """The layer that was named, or the last Linear."""
+        named = self.layer is not None
+        some = [x for x in layers if (x.name == self.layer if named else x.rule == "linear")]
+        return max(some, key=lambda layer: layer.position, default=None)
+
     def compute(self, context: Context) -> Measurement:
-        layer = self._layer(context)
+        self._layer(context.layers)
         flatness = context.quantity(self._kind)
-        factor = {x.parameter: x.norm_squared if self.simplified else 1.0 for x in context.layers}
+        layers = [x for x in context.layers if x.parameter in flatness.values]
+        layer = self._layer(layers)
+        layers = layers if self.by_layer else [layer]
+        factor = {x.parameter: x.norm_squared if self.simplified else 1.0 for x in layers}
         by_layer = {
-            x.name: factor[x.parameter] * float(flatness.values[x.parameter])
-            for x in context.layers
+            x.name: factor[x.parameter] * float(flatness.values[x.parameter]) for x in layers
         }
         return self.measurement(
             value=by_layer[layer.name],
@@ -202,29 +217,26 @@ class RelativeFlatness(Measure):
             by_layer=by_layer,
             invariant_to=self.invariant_to | ({"neuron"} if self.normalize_features else set()),
             details={"layer": layer.name},
-            notes=(f"of layer {layer.name!r}", *self._estimates(context, flatness, layer)),
+            notes=(f"of layer {layer.name!r}", *self._estimates(layers, flatness, layer)),
         )
 
-    def _estimates(self, context: Context, flatness: Quantity, layer: Layer) -> list[str]:
+    def _estimates(self, layers: Sequence[Layer], flatness: Quantity, layer: Layer) -> list[str]:
         """A note on the other layers, whose values may be estimates where this one is exact."""
-        names = [x.name for x in context.layers if x != layer and x.parameter in flatness.draws]
+        names = [x.name for x in layers if x != layer and x.parameter in flatness.draws]
         return [f"by_layer holds estimates for {', '.join(names)}"] if names else []
 
-    def _layer(self, context: Context) -> Layer:
-        layers = {layer.name: layer for layer in context.layers}
-        if self.layer is not None:
-            if self.layer not in layers:
-                raise InvalidValue(
-                    "The 'layer' of RelativeFlatness must name a layer with a weight matrix. "
-                    f"Got {self.layer!r}. {nearest(self.layer, layers)}"
-                )
-            return layers[self.layer]
-        linear = [layer for layer in context.layers if layer.rule == "linear"]
-        if not linear:
+    def _layer(self, layers: Sequence[Layer]) -> Layer:
+        layer = self.chosen(layers)
+        if layer is None and self.layer is not None:
+            raise InvalidValue(
+                "The 'layer' of RelativeFlatness must name a layer with a weight matrix. "
+                f"Got {self.layer!r}. {nearest(self.layer, [x.name for x in layers])}"
+            )
+        if layer is None:
             raise NotApplicable(
                 "The model has no Linear layer. Name another with RelativeFlatness(layer=…)."
             )
-        return max(linear, key=lambda layer: layer.position)
+        return layer
 
 
 def _column_norms(layer: Layer) -> Tensor:

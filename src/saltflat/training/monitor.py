@@ -142,7 +142,7 @@ class Monitor:
     tensorboard : a folder, or a SummaryWriter. The horizontal axis is the step, or the epoch where
         no step was counted.
     samples : how many of the data to keep at most; all by default.
-    options : further arguments of `saltflat.measure`, but for `on_error` and `progress`.
+    options : further arguments of `saltflat.measure`, but for `on_error`.
 
     The model is left as found: weights, gradients, mode and random generators. Call it where the
     weights are those of training, that is not between `perturb()` and `step()` of an optimizer.
@@ -187,7 +187,7 @@ class Monitor:
         risk = Risk(model, data, loss, parameters=names, unpack=unpack, output=output)
         self._model, self._data = model, _probe(risk, _positive("samples", samples))
         own = {"loss": loss, "output": output, "measures": self._measures}
-        self._options = {**options, **own, "on_error": "skip", "progress": False}
+        self._options = {**options, **own, "on_error": "skip"}
         self.path = None if path is None else Path(path)
         names = [each.name for each in self._measures]
         self.history: list[Record] = [] if self.path is None else continued(self.path, names)
@@ -305,7 +305,7 @@ class MonitorCallback:
 def _options() -> list[str]:
     """The names of a Monitor's arguments behind its data, those of `measure` among them."""
     names = [*signature(Monitor).parameters, *signature(measure).parameters]
-    decided = ("model", "data", "options", "on_error", "progress")
+    decided = ("model", "data", "options", "on_error")
     return [name for name in dict.fromkeys(names) if name not in decided]
 
 
