@@ -214,14 +214,16 @@ class Passed:
                 assert torch.allclose(alone, combine(each).diagonal(sign).sum(), atol=1e-12)
         return sums
 
-    def probed(self) -> tuple[dict[str, float], set[str]]:
-        """The expectation of the traces by probes, and what they do not serve."""
+    def probed(self, written: bool) -> tuple[dict[str, Tensor], set[str]]:
+        """The expectation of the traces, or of the diagonals, and what probes do not serve."""
         own = frozenset(self.parameters) - self.graph.unserved
         places = [(use, self.rows) for use in self.uses]
-        probes = ProbedChunk(self.outputs, self.slope, places, own)
+        all_of = own if written else frozenset[str]()
+        probes = ProbedChunk(self.outputs, self.slope, places, own, all_of)
+        sign = torch.tensor([[1.0], [-1.0]]).expand(2, self.size)
         sums = {}
         for name, (_, shift) in probes.shifts.items():
-            sums[name] = 0.0
+            sums[name] = torch.zeros_like(self.parameters[name]) if written else torch.tensor(0.0)
             for unit in torch.eye(shift.signs.numel()):
                 order = iter(probes.shifts)
 
@@ -229,7 +231,13 @@ class Passed:
                     here = next(order) == name  # noqa: B023
                     return unit.reshape(shape) if here else torch.zeros(shape)
 
-                sums[name] += float(probes.draw(one, {name: 3.0})[name].sum())
+                probe = dict(probes.draw(one, {name: 3.0}))[name]
+                if written:
+                    sums[name] += probe.term().diagonal(sign)
+                    alone = probe.term().traces(sign).sum()
+                    assert torch.allclose(alone, probe.traces().sum(), atol=1e-12)
+                else:
+                    sums[name] += probe.traces().sum()
         return sums, set(self.parameters) - set(probes.shifts)
 
 
@@ -238,15 +246,18 @@ def agree(passed: Passed, *, unprobed: frozenset[str] = frozenset()) -> None:
     largest = max(float(block.abs().max()) for block in truth.values())
     assert largest > 1e-6, "negative control: there is something to find"
     diagonals = passed.propagated(operations(passed.graph, passed.outputs, passed.slope))
-    traces, missing = passed.probed()
+    traces, missing = passed.probed(written=False)
+    others, _ = passed.probed(written=True)
     assert missing == unprobed | passed.graph.unserved
     for name, block in truth.items():
         if name in passed.graph.unserved:
             continue
-        error = (diagonals[name].flatten() - block.diagonal()).abs().max()
-        assert float(error) <= 1e-10 * largest, (name, diagonals[name].flatten(), block.diagonal())
+        given = [diagonals[name]] + ([others[name]] if name in others else [])
+        for diagonal in given:
+            error = (diagonal.flatten() - block.diagonal()).abs().max()
+            assert float(error) <= 1e-10 * largest, (name, diagonal.flatten(), block.diagonal())
         if name in traces:
-            assert abs(traces[name] - float(block.trace())) <= 1e-10 * largest, name
+            assert abs(float(traces[name] - block.trace())) <= 1e-10 * largest, name
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

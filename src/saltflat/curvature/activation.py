@@ -11,7 +11,8 @@ signs cancel inside, before they are squared; but the blocks' noise enters each 
 the noise of a block may be scaled: shifts by c t, values divided by c².
 
 For traces V_i itself is not needed: t is any noise with the covariance of V_i x, so where a sample
-has fewer positions than its weight has inputs, t = E R with E one sign a position and x = Q R.
+has fewer positions than its weight has inputs, t = E R with E one sign a position and x = Q R. For
+diagonals and forms it is: with G_i = Σ (R_z t) xᵀ, E[G_i V_iᵀ] is the whole block.
 
 A weight that reaches its own operation (recurrent, tied along a path) is not served: its change
 would move x as well.
@@ -21,20 +22,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from saltflat.curvature.contractions import Term
 from saltflat.curvature.proof import leaves_first
 from saltflat.curvature.rules import Rows, Shift, Use
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one draw gave for a parameter: the noise, the shift, and the gradients' change by it."""
+
+    shift: Shift
+    rows: Rows
+    signs: Tensor
+    moved: Tensor
+    image: Tensor
+
+    def traces(self) -> Tensor:
+        """An estimate a sample, (n,)."""
+        return self.rows.first(self.moved * self.image).flatten(1).sum(1, dtype=torch.float64)
+
+    def term(self) -> Term:
+        """Two gradients of every sample; the difference of their squares is the estimate."""
+        assert self.shift.term is not None
+        return self.shift.term(self.signs, self.image)
 
 
 @final
 class ProbedChunk:
     """Probes of one chunk: the curvature of ⟨slope, outputs⟩ in the parameters of `uses`.
 
-    `shifts` holds the parameters that it can serve: what has one use, of a known kind.
+    `shifts` holds the parameters that it can serve: what has one use, of a known kind. Of those in
+    `written` more than the trace is to be had.
     """
 
     def __init__(
@@ -43,13 +68,14 @@ class ProbedChunk:
         slope: Tensor,
         uses: Sequence[tuple[Use, Rows]],
         names: frozenset[str],
+        written: frozenset[str] = frozenset(),
     ) -> None:
         self.uses = list(uses)
         calls = [name for use, _ in uses for name in use.names.values()]
         self.shifts: dict[str, tuple[int, Shift]] = {}
         with torch.no_grad():
             for k, (use, rows) in enumerate(self.uses):
-                for name, shift in use.shifts(rows):
+                for name, shift in use.shifts(rows, not written.isdisjoint(use.names.values())):
                     if name in names and calls.count(name) == 1:
                         self.shifts[name] = k, shift
         self.edges = [use.edge for use, _ in self.uses]
@@ -64,14 +90,13 @@ class ProbedChunk:
 
     def draw(
         self, signs: Callable[[torch.Size], Tensor], scale: Mapping[str, float]
-    ) -> dict[str, Tensor]:
-        """One probe: for every parameter that is served an estimate a sample, (n,)."""
-        moved = {
-            name: (k, shift.of(signs(shift.signs)) * scale.get(name, 1.0))
-            for name, (k, shift) in self.shifts.items()
-        }
+    ) -> Iterator[tuple[str, Probe]]:
+        """One probe of every parameter that is served."""
+        dealt = {name: signs(shift.signs) for name, (_, shift) in self.shifts.items()}
+        moved = {name: shift.of(dealt[name]) for name, (_, shift) in self.shifts.items()}
         shifts: dict[int, Tensor] = {}
-        for k, t in moved.values():
+        for name, (k, _) in self.shifts.items():
+            t = moved[name] * scale.get(name, 1.0)
             shifts[k] = shifts[k] + t if k in shifts else t
         both = [(g, shifts[k].to(g)) for k, g in self.gradients.items() if k in shifts]
         images: Sequence[Tensor | None] = [None] * len(self.edges)
@@ -80,15 +105,11 @@ class ProbedChunk:
             images = torch.autograd.grad(
                 gradients, self.edges, along, retain_graph=True, allow_unused=True
             )
-        values = {}
-        for name, (k, t) in moved.items():
-            rows, image = self.uses[k][1], images[k]
-            if image is None:
-                values[name] = t.new_zeros(rows.count, dtype=torch.float64)
-            else:
-                each = rows.first(t * image).flatten(1).sum(1, dtype=torch.float64)
-                values[name] = each / scale.get(name, 1.0) ** 2
-        return values
+        for name, (k, shift) in self.shifts.items():
+            image = images[k]
+            image = torch.zeros_like(moved[name]) if image is None else image
+            rows, size = self.uses[k][1], scale.get(name, 1.0)
+            yield name, Probe(shift, rows, dealt[name], moved[name], image / size)
 
 
 @contextmanager

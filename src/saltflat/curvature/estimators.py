@@ -287,8 +287,8 @@ class PropagatedCurvature(OwnNoise):
 class ActivationProbes(OwnNoise):
     """So many probes of the activations: one pass backwards through a gradient each.
 
-    Of all but traces, and of weights that are used several times, propagated curvature is drawn. On
-    few samples there are more draws, until samples times draws are 64.
+    Of weights that are used several times, propagated curvature is drawn. On few samples there are
+    more draws, until samples times draws are 64.
 
     Examples
     --------

@@ -70,13 +70,16 @@ class Rows:
 @final
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """How a sample's own change of a parameter moves the results of an operation, in noise.
+    """How a sample's own change V of a parameter moves the results of an operation, in noise.
 
-    `of(signs)` has the covariance that the first-order effect of signs for the parameter has.
+    `of(signs)` has the covariance that the first-order effect of signs for the parameter has. Where
+    the signs tell V itself, `term(signs, deltas)` is (V + G)/2 and (V − G)/2, with G the gradients
+    that come of some deltas: the difference of their squares is G Vᵀ, made symmetric.
     """
 
     signs: torch.Size
     of: Callable[[Tensor], Tensor]
+    term: Callable[[Tensor, Tensor], Term] | None
 
 
 @dataclass(slots=True)
@@ -111,20 +114,45 @@ class Use(ABC):
     def terms(self, deltas: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
         """(parameter name, its gradients) from what `keep` gave, one entry a direction."""
 
-    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
-        """(parameter name, its shifts) for the parameters that have some."""
+    def shifts(self, rows: Rows, written: bool) -> Iterator[tuple[str, Shift]]:
+        """(parameter name, its shifts) for those that have some; `written`: with their terms."""
         return iter(())
 
 
-def _matrix_shift(right: Tensor, outputs: int) -> Shift:
-    """V x for (n, g, b, T) inputs x and signs V (n, g, outputs, b), as (n, g, outputs, T)."""
+def _halves(change: Tensor, gradient: Tensor) -> list[Tensor]:
+    return [(change + gradient) / 2, (change - gradient) / 2]
+
+
+def _matrix_shift(
+    right: Tensor,
+    outputs: int,
+    written: bool,
+    layout: Layout,
+    positioned: Callable[[Tensor], Tensor],  # of deltas, as (n, g, outputs, T)
+) -> Shift:
+    """V x for (n, g, b, T) inputs x and signs V (n, g, outputs, b), as (n, g, outputs, T).
+
+    At a single position V = v xᵀ/‖x‖ has the same effect with one sign an output; and where V is
+    not needed, the roots of the positions' products do with as many signs as there are positions.
+    """
     n, groups, inputs, positions = right.shape
+    root, term = right, None
     if positions == 1:
         root = torch.linalg.vector_norm(right, dim=2, keepdim=True)
-    else:
-        root = _gram_root(right) if 2 * positions <= inputs else right
-    signs = torch.Size((n, groups, outputs, root.shape[2]))
-    return Shift(signs, lambda v: v @ root)
+        inverse = torch.where(root > 0, 1 / root, 0.0)
+
+        def term(v: Tensor, deltas: Tensor) -> Term:
+            return Outer(_halves(v * inverse, positioned(deltas)), right, layout)
+
+    elif written:
+
+        def term(v: Tensor, deltas: Tensor) -> Term:
+            both = _halves(v, positioned(deltas) @ right.mT)
+            return Explicit(layout.assemble(torch.stack(both)))
+
+    elif 2 * positions <= inputs:
+        root = _gram_root(right)
+    return Shift(torch.Size((n, groups, outputs, root.shape[2])), lambda v: v @ root, term)
 
 
 def _gram_root(right: Tensor) -> Tensor:
@@ -138,7 +166,7 @@ def _gram_root(right: Tensor) -> Tensor:
 
 
 def _placed(shift: Shift, place: Callable[[Tensor], Tensor]) -> Shift:
-    return Shift(shift.signs, lambda v: place(shift.of(v)))
+    return Shift(shift.signs, lambda v: place(shift.of(v)), shift.term)
 
 
 def _positions(x: Tensor, rows: Rows) -> Tensor:
@@ -175,18 +203,27 @@ class LinearUse(Use):
         if "bias" in self.names:
             yield self.names["bias"], Explicit(torch.stack([d.sum((1, 3)) for d in left]))
 
-    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+    def shifts(self, rows: Rows, written: bool) -> Iterator[tuple[str, Shift]]:
         outputs = self.shape[-1]
         if "weight" in self.names:
-            shift = _matrix_shift(_positions(self.input, rows), outputs)
+            right, layout = _positions(self.input, rows), Layout(transposed=self.transposed)
+            parts = outputs, written, layout, lambda d: _positions(d, rows)
             yield (
                 self.names["weight"],
-                _placed(shift, lambda t: rows.back(t.squeeze(1).mT, self.shape)),
+                _placed(
+                    _matrix_shift(right, *parts),
+                    lambda t: rows.back(t.squeeze(1).mT, self.shape),
+                ),
             )
         if "bias" in self.names:
             positions = self.shape.numel() // (rows.count * outputs)
+
+            def term(v: Tensor, deltas: Tensor) -> Term:
+                summed = rows.first(deltas).flatten(1, -2).sum(1)
+                return Explicit(torch.stack(_halves(v.squeeze(1), summed)))
+
             shift = Shift(
-                torch.Size((rows.count, 1, outputs)), lambda v: v.expand(-1, positions, -1)
+                torch.Size((rows.count, 1, outputs)), lambda v: v.expand(-1, positions, -1), term
             )
             yield self.names["bias"], _placed(shift, lambda t: rows.back(t, self.shape))
 
@@ -260,17 +297,24 @@ class ConvUse(Use):
         if "bias" in self.names:
             yield self.names["bias"], Explicit(torch.stack([d.sum(3).flatten(1) for d in left]))
 
-    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+    def shifts(self, rows: Rows, written: bool) -> Iterator[tuple[str, Shift]]:
         if len(self.input) != rows.count:  # several images a sample
             return
         channels, groups = self.shape[1], self.window.groups
         if "weight" in self.names:
             patches = _patch_matrix(self.window, self.input, self.shape[2:])
-            shift = _matrix_shift(patches, channels // groups)
+            layout = Layout(self.window.kernel, groups)
+            parts = channels // groups, written, layout, lambda d: _grouped(d, groups)
+            shift = _matrix_shift(patches, *parts)
             yield self.names["weight"], _placed(shift, lambda t: t.reshape(self.shape))
         if "bias" in self.names:
+
+            def term(v: Tensor, deltas: Tensor) -> Term:
+                both = _halves(v.flatten(1), deltas.flatten(2).sum(2))
+                return Explicit(torch.stack(both))
+
             signs = torch.Size((rows.count, channels, *[1] * (len(self.shape) - 2)))
-            yield self.names["bias"], Shift(signs, lambda v: v.expand(self.shape))
+            yield self.names["bias"], Shift(signs, lambda v: v.expand(self.shape), term)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -324,7 +368,7 @@ class EmbeddingUse(Use):
         flat = [rows.first(d).flatten(1, -2) for d in deltas]
         yield self.names["weight"], Lookup(index, flat, self.rows)
 
-    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+    def shifts(self, rows: Rows, written: bool) -> Iterator[tuple[str, Shift]]:
         index = rows.first(self.input.unsqueeze(-1)).flatten(1)
         # Every token of a sample takes the noise of the first that is its like.
         same = index[:, :, None] == index[:, None]
@@ -332,12 +376,18 @@ class EmbeddingUse(Use):
         live = torch.ones_like(first)
         if self.padding is not None:
             live = (index != self.padding % self.rows).unsqueeze(-1)
-        signs = torch.Size((*index.shape, self.shape[-1]))
+        alone = first == torch.arange(index.shape[1], device=index.device).unsqueeze(-1)
+        table = index.masked_fill(~live.bool().squeeze(-1), -1)
 
         def of(v: Tensor) -> Tensor:
             return rows.back(v.gather(1, first.expand_as(v)) * live, self.shape)
 
-        yield self.names["weight"], Shift(signs, of)
+        def term(v: Tensor, deltas: Tensor) -> Term:
+            flat = rows.first(deltas).flatten(1, -2)
+            return Lookup(table, _halves(v * alone, flat), self.rows)
+
+        signs = torch.Size((*index.shape, self.shape[-1]))
+        yield self.names["weight"], Shift(signs, of, term)
 
 
 @dataclass(slots=True)
@@ -382,18 +432,24 @@ class SpreadUse(Use, ABC):
         for role in sums[0]:
             yield self.names[role], Explicit(torch.stack([each[role] for each in sums]))
 
-    def shifts(self, rows: Rows) -> Iterator[tuple[str, Shift]]:
+    def shifts(self, rows: Rows, written: bool) -> Iterator[tuple[str, Shift]]:
         if self.shape[rows.dim] != rows.count:
             return
         for role, align in self.align.items():
             if align[rows.dim] == 1:
                 sizes = list(align)
                 sizes[rows.dim] = rows.count
-                by = self.multiplier() if role == "weight" else 1.0
-                yield self.names[role], Shift(torch.Size(sizes), self._spread_by(by))
+                yield self.names[role], self._shift(role, torch.Size(sizes), rows)
 
-    def _spread_by(self, multiplier: Tensor | float) -> Callable[[Tensor], Tensor]:
-        return lambda v: (v * multiplier).expand(self.shape)
+    def _shift(self, role: str, signs: torch.Size, rows: Rows) -> Shift:
+        by = self.multiplier() if role == "weight" else 1.0
+
+        def term(v: Tensor, deltas: Tensor) -> Term:
+            gradient = self.keep(deltas, rows)[role]
+            change = v.movedim(rows.dim, 0).reshape(gradient.shape)
+            return Explicit(torch.stack(_halves(change, gradient)))
+
+        return Shift(signs, lambda v: (v * by).expand(self.shape), term)
 
 
 @final

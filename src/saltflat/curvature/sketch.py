@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, log1p, sqrt
+from statistics import fmean
 from typing import final
 
 import torch
@@ -58,6 +59,7 @@ from saltflat.losses import Loss, divisor
 from saltflat.risk import Batch, Risk
 
 NOTHING: frozenset[str] = frozenset()
+_TRACES: frozenset[Kind] = frozenset({"trace", "magnitude"})
 
 # Traces are kept sample by sample, and the noise of draws is no rounding.
 _NOT_SUMMED: frozenset[Kind] = frozenset({"trace", "magnitude"})
@@ -98,6 +100,8 @@ class SketchPass(Pass):
         All of that is gone through once a draw, so that no chunk stays near a processor's cache.
         """
         entries = 10 * (plan.inputs + plan.activations) + 6 * plan.outputs.numel()
+        sizes = (self.risk.parameters[n].numel() for n in self._written() if n in plan.matrices)
+        entries += 4 * max(sizes, default=0)
         budget = self.settings.budget(self.risk.device, weights=1 << 40)
         most = max(1, budget // max(1, plan.width * entries))
         return -(-batch.size // -(-batch.size // most))
@@ -142,7 +146,9 @@ class SketchPass(Pass):
                 served = (self.risk.parameters[n] for n in sketch.probed)
                 insist_on_derivatives(chunk.outputs, served)
                 places = [(use, chunk.rows(use)) for use in live]
-                probes = ProbedChunk(chunk.outputs, gradient, places, sketch.probed)
+                probes = ProbedChunk(
+                    chunk.outputs, gradient, places, sketch.probed, self._written()
+                )
                 used = {name for use in live for name in use.names.values()}
                 self.shiftless |= (sketch.probed & used) - probes.shifts.keys()
                 if self.shiftless:
@@ -167,8 +173,21 @@ class SketchPass(Pass):
             if loss is not None:
                 self._send(chunk, k, Sources(2), loss, sketch.probed if built else everything)
             if probes is not None:
-                for name, values in probes.draw(signs, sketch.scales).items():
-                    self._add("trace", name, k, values, slice(None), size)
+                self._probe(probes, k, signs, size)
+
+    def _probe(self, probes: ProbedChunk, k: int, signs: Signs, samples: int) -> None:
+        written, everyone = self._written(), slice(None)
+        with torch.no_grad():
+            for name, probe in probes.draw(signs, self.sketch.scales):
+                if name in written:
+                    sign = _plus_minus(probe.image, samples)
+                    self._reduce(name, k, probe.term(), sign, everyone, samples)
+                else:
+                    self._add("trace", name, k, probe.traces(), everyone, samples)
+
+    def _written(self) -> frozenset[str]:
+        """The probed blocks of which more than the trace is asked for."""
+        return frozenset(n for n in self.sketch.probed if self.requests[n] - _TRACES)
 
     def _send(
         self,
@@ -182,8 +201,7 @@ class SketchPass(Pass):
         if not names:
             return
         n, outputs = chunk.batch.size, chunk.outputs
-        sign = torch.ones(2, n, dtype=outputs.dtype, device=outputs.device)
-        sign[1] = -1
+        sign = _plus_minus(outputs, n)
         if loss is not None:
             columns, signs = loss
             second = columns[1] if signs is not None else torch.zeros_like(columns[0])
@@ -231,6 +249,11 @@ class SketchPass(Pass):
             self.pending[kind, name] = empty
         draw = self.pending[kind, name][k]
         (draw if rows is None else draw[rows]).add_(value)
+
+
+def _plus_minus(like: Tensor, samples: int) -> Tensor:
+    """The signs of two directions, (2, samples)."""
+    return like.new_tensor([[1.0], [-1.0]]).expand(2, samples)
 
 
 @final
@@ -483,8 +506,8 @@ class Estimation:
         """How the rest of the blocks is drawn: as was asked, or as a pilot decides."""
         names = self.curved
         propagated = Ways(names)
-        if not names or any(kinds - {"trace"} for kinds in self.requests.values()):
-            return propagated  # of all but traces the probes give nothing
+        if not names:
+            return propagated
         draws, seed = range(_PILOT_DRAWS), mixed(self.seed, 2)
         one, refutation = self._pass(Sketch(seed, draws, False, False, names), few)
         if refutation is not None:
@@ -508,10 +531,12 @@ class Estimation:
         whole = sum(gauss_newton.values()) + self.elsewhere
         sizes = {n: abs(g) for n, g in gauss_newton.items()}  # a loss may curve down
         least = max(1e-6 * max(sizes.values(), default=0.0), 1e-30)
-        return {
+        scales = {
             n: sqrt(max(size, least)) / self._target(max(size, least), size, whole)
             for n, size in sizes.items()
         }
+        loudest = max(scales.values(), default=1.0)
+        return {n: scale / loudest for n, scale in scales.items()}
 
     def _probed(self, few: list[Batch], sketch: Sketch) -> SketchPass | Refutation | None:
         """A pilot of the probes, of all blocks that they can serve; None if these are none."""
@@ -534,8 +559,7 @@ class Estimation:
     ) -> Ways:
         """The ways that reach the tolerance with the fewest gradients, by two pilots."""
         names, probed, scales = self.curved, other.sketch.probed, other.sketch.scales
-        spreads = {n: (_variance(one, n), _variance(other, n)) for n in probed}
-        ratios = {n: b / a if a > 0 else inf for n, (a, b) in spreads.items()}
+        ratios = {n: _ratio(one, other, n) for n in probed}
         better = frozenset(n for n in probed if ratios[n] < 1)
         whole = sum(gauss_newton.values()) + self.elsewhere
 
@@ -545,7 +569,10 @@ class Estimation:
                 done = other if n in ways.probed else one
                 value = gauss_newton[n] + _mean(done, n)
                 target = self._target(value, gauss_newton[n], whole)
-                draws = (sqrt(_variance(done, n)) / target) ** 2 if target > 0 else 0.0
+                spread = _variance(one, n)
+                if n in ways.probed:
+                    spread = spread * ratios[n] if spread > 0 else _variance(other, n)
+                draws = (sqrt(spread) / target) ** 2 if target > 0 else 0.0
                 # What is out of reach anyway counts less, but does count.
                 share = draws * ways.cost(self._draws_loss) / self.settings.gradients
                 total += max(abs(value), gauss_newton[n]) * log1p(share)
@@ -557,6 +584,23 @@ class Estimation:
             Ways(names - better, better, scales, ratios),
         ]
         return min(offers, key=price)
+
+
+def _ratio(one: SketchPass, other: SketchPass, name: str) -> float:
+    """The variance of what was asked of a block in one pilot, for that in the other."""
+    asked = one.requests[name] - _TRACES
+    pairs = [(_variance(one, name), _variance(other, name))]
+    if asked:
+        pairs = [(_scatter(one, kind, name), _scatter(other, kind, name)) for kind in asked]
+    return fmean(b / a if a > 0 else inf for a, b in pairs)
+
+
+def _scatter(done: SketchPass, kind: Kind, name: str) -> float:
+    """The variance of one draw of a quantity, summed over its entries."""
+    drawn = done.sums.get((kind, name))
+    if drawn is None:
+        return 0.0
+    return float(drawn.var(0).sum()) / divisor(done.loss, done.normaliser) ** 2
 
 
 def _variance(done: SketchPass, name: str) -> float:
