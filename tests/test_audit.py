@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from untouched import assert_untouched, fingerprint
 
 from saltflat.audit import Audit, Tolerances, audit
-from saltflat.errors import InvalidType, InvalidValue, ModelError, SaltflatError
+from saltflat.errors import InvalidType, InvalidValue, ModelError, NotMeasured, SaltflatError
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures import BNSharpness, HessianTrace, RelativeFlatness
+from saltflat.measures import MEASURES, BNSharpness, HessianTrace, RelativeFlatness
 from saltflat.measures.base import Context, Measure, Need
 from saltflat.symmetries import Group, symmetries
 
@@ -70,14 +71,15 @@ def misprint(model: nn.Module, data: Data) -> float:
 
 @pytest.fixture(scope="module")
 def plain() -> Audit:
-    """All default measures on a small network, and some written out naively."""
+    """All measures but searched ones on a small network, and some written out naively."""
     functions = {
         "dense trace": dense_trace,
         "dense λ_max": dense_largest,
         "‖W‖² Tr H": squared_norm,
         "‖W‖ Tr H": misprint,
     }
-    return audit(mlp(), points(), functions=functions, elements=1)
+    names = [name for name, kind in MEASURES.items() if not kind.searched]
+    return audit(mlp(), points(), measures=names, functions=functions, elements=1)
 
 
 def test_every_declaration_holds_and_everything_else_is_seen_to_move(plain: Audit) -> None:
@@ -383,6 +385,35 @@ def test_a_model_that_rounds_inside_is_held_to_what_it_can_keep() -> None:
     assert found["rho"].verdict == "invariant"
     assert found["hessian_trace"].verdict == "moved"
     assert any("rounds" in note for note in found.notes)
+
+
+def test_what_one_sweep_gives_is_audited_by_default(tmp_path: Path) -> None:
+    found = audit(mlp(), points(), elements=1)
+    assert set(found) == {name for name, kind in MEASURES.items() if kind.cost == "sweep"}
+    assert {*found, *found.left_out} == set(MEASURES)
+    assert found.ok
+    assert found["hessian_trace"].verdict == "moved"
+    assert found["rho"].verdict == "invariant"
+    models = 1 + sum(found.elements.values())
+    assert found.left_out["kappa"] == models * MEASURES["kappa"]().price()
+    line = r'about 780 gradients.*sf.audit\(model, data, measures=\["kappa"\]\), or measures="all"'
+    with pytest.raises(NotMeasured, match=line):
+        found["kappa"]
+    assert "not computed, about 780" in str(found)
+    loaded = Audit.load(found.save(tmp_path / "audit.json"))
+    assert loaded == found
+    assert loaded.left_out == found.left_out
+    named = audit(mlp(), points(), measures=["rho"], elements=1)
+    assert not named.left_out
+
+
+def test_everything_is_audited_if_asked() -> None:
+    found = audit(mlp(), points(), measures="all", elements=1, spread=10)
+    assert {*found, *found.skipped} == set(MEASURES)
+    assert "BatchNorm" in found.skipped["bn_sharpness"]
+    assert found["kappa"]["layer"].verdict == "invariant"
+    assert found["hessian_max_eigenvalue"].verdict == "moved"
+    assert not found.left_out
 
 
 def test_progress_tells_every_step() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from saltflat.losses import (
 from saltflat.memory import halving, ordinary
 from saltflat.session import RandomState, lend, modules_in
 from saltflat.watch import Tally, Watch, in_memory, second_reading
+from saltflat.work import Work
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -224,6 +225,7 @@ class Risk:
             _hold_fixed(self.loss, self.parameters)
         self._steady = unpack is None and in_memory(self._items)
         self.watched = Watch(on=not self._steady)
+        self.work = Work()
         self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
         self._counted: dict[int, str] = {}  # leaf -> the batch that showed a row for each sample
         self._shared: set[int] = set()  # leaves that samples share
@@ -301,6 +303,12 @@ class Risk:
                 pass
             self._start.restore()
             self.watched.end(again)
+
+    def samples(self, first: Batch) -> int | None:
+        """About how many there are, if the data tell their length."""
+        if isinstance(getattr(self._items, "dataset", None), IterableDataset):
+            return None
+        return len(self._items) * first.size if isinstance(self._items, Sized) else None
 
     def chunks(self, size: int | None) -> Iterator[Batch]:
         """The batches in portions of so many samples; all of them as one for None."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from math import isfinite, nan
+from time import perf_counter
 from typing import TypeVar, final
 
 import torch
@@ -40,6 +41,7 @@ from saltflat.curvature.plan import (
 )
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
+from saltflat.curvature.rules import Safe
 from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Tally
 from saltflat.curvature.spectrum import (
     Coordinates,
@@ -59,6 +61,7 @@ from saltflat.curvature.sweep import (
     ExactPass,
     Kind,
     Requests,
+    direction_price,
     feature_scale,
     fetched,
 )
@@ -78,6 +81,7 @@ from saltflat.losses import (
 from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
+from saltflat.work import FORWARD
 
 Result = TypeVar("Result")
 
@@ -86,6 +90,9 @@ _GROUPS = 20
 # The same where the number of draws is ours to choose, as many or a multiple of it.
 _OWN_GROUPS = 16
 _OWN_PROBES = 32
+
+# A gradient is timed on so many samples, and on more if these take so many seconds.
+_TIMED, _BRIEF = 16, 0.02
 
 # Directions to be sent backwards for every block that is then spared its products.
 _WORTH = 8
@@ -137,6 +144,7 @@ class Curvature:
     ----------
     matrix : whose it is: the Hessian, or the Gauss–Newton matrix ("ggn").
     warnings : what the user is to be told.
+    foresee : is called once, with the first batch and the plan, before any work is done.
     """
 
     def __init__(
@@ -152,6 +160,7 @@ class Curvature:
         self.risk, self.matrix, self.seed = risk, matrix, seed
         self.estimator, self.settings = estimator, settings or Settings()
         self.warnings: list[str] = []
+        self.foresee: Callable[[Batch, Plan], None] | None = None
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
@@ -191,6 +200,9 @@ class Curvature:
         batches = self.risk.batches()
         first = next(batches)
         plan = self.look(first)
+        if (foresee := self.foresee) is not None:
+            self.foresee = None
+            foresee(first, plan)
         stream: Iterable[Batch] = chain([first], batches)
         while isinstance(
             findings := _Search(self, kinds, groups, plan).run(stream, first), Refutation
@@ -199,6 +211,39 @@ class Curvature:
         self.warnings += [w for w in findings.warnings if w not in self.warnings]
         self._first = self._first or findings
         return findings
+
+    def price(self, kinds: frozenset[Kind], batch: Batch, plan: Plan) -> float:
+        """About what a search for these kinds costs, in gradients, as a look at the model tells."""
+        limit = self.settings.gradients if kinds else 0.0
+        if plan.coupled or not isinstance(self.loss, Loss):
+            return limit
+        like = torch.empty(batch.size, *plan.outputs, device="meta")
+        count = direction_count(self.loss, like, batch.targets)
+        crowded = count > self.settings.max_directions
+        swept = limit if crowded or not kinds else FORWARD + count * direction_price(kinds)
+        return swept + limit * (self.matrix == "hessian" and bool(plan.curved) and not crowded)
+
+    def seconds(self, batch: Batch, plan: Plan) -> float:
+        """What a forward and a backward pass over one sample take now, by a run over a few.
+
+        Over many, if they would take long: a few tell too much of what every pass takes.
+        """
+        most = batch.size if plan.coupled else plan.chunk(self.settings.budget(self.risk.device), 8)
+        seconds = 0.0
+        for size in (_TIMED, most):
+            few = batch if plan.coupled else batch.part(0, min(size, most))
+            start = perf_counter()
+            with Safe():
+                outputs = self.risk.forward(few)
+            if not outputs.requires_grad:
+                return 0.0
+            of = list(self.risk.parameters.values())
+            slopes = torch.autograd.grad(outputs.sum(), of, allow_unused=True)
+            _ = [float(slope.sum()) for slope in slopes if slope is not None][:1]  # wait for it
+            seconds = (perf_counter() - start) / few.size
+            if perf_counter() - start < _BRIEF:
+                break
+        return seconds
 
     @property
     def first(self) -> Findings:

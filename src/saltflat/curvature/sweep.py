@@ -41,6 +41,7 @@ from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
+from saltflat.work import FORWARD
 
 Kind = Literal[
     "trace",
@@ -97,6 +98,17 @@ def reduce(
     if "fisher" in kinds:
         assert weight is not None
         yield "fisher", (term.diagonal(sign).double() * weight.values.double().square()).sum()
+
+
+# What a direction costs that is sent backwards, in gradients: the pass itself, then the squares of
+# single entries, and each form.
+_DIRECTION, _ENTRIES, _FORM = 0.35, 0.4, 0.6
+
+
+def direction_price(kinds: frozenset[Kind]) -> float:
+    """What a direction costs with all that is made of it, in gradients."""
+    entries = kinds & {"diagonal", "magnitude", "fisher"}
+    return _DIRECTION + _ENTRIES * bool(entries) + _FORM * len(kinds & FORMS.keys())
 
 
 # Below this many entries a direction, on a CPU, the overhead of separate backward passes is
@@ -491,6 +503,8 @@ class ExactPass(Pass):
         return zeros if kind == "diagonal" else zeros.sum()
 
     def measure(self, chunk: Chunk) -> Refutation | None:
+        work, size = self.risk.work, chunk.batch.size
+        work.add(size, FORWARD)
         if self.store is not None:
             self.store.begin(chunk.index, chunk.first)
         if self.wants(CURVATURE):
@@ -501,6 +515,8 @@ class ExactPass(Pass):
             names = frozenset(self.wants(kinds))
             live = live_uses(chunk.uses, chunk.plan, names)
             arrived = backward(chunk.outputs, live, chunk.plan, columns)
+            made = frozenset[Kind]().union(*self.requests.values()) & kinds
+            work.add(size, len(columns) * direction_price(made))
             with torch.no_grad():
                 for name, term in self.terms(chunk, live, arrived, names):
                     self._add(name, term, sign, kinds)
