@@ -8,11 +8,12 @@ and by products with random vectors for what that does not serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
-from math import isfinite, nan
+from math import ceil, isfinite, nan
 from time import perf_counter
 from typing import TypeVar, final
 
@@ -47,10 +48,11 @@ from saltflat.curvature.spectrum import (
     Coordinates,
     Eigenpair,
     Gradients,
-    Product,
+    Images,
     Quadrature,
-    StoreFull,
+    basis_bytes,
     eigenpairs,
+    largest_together,
     quadratures,
 )
 from saltflat.curvature.sweep import (
@@ -61,6 +63,7 @@ from saltflat.curvature.sweep import (
     ExactPass,
     Kind,
     Requests,
+    Store,
     direction_price,
     feature_scale,
     fetched,
@@ -96,6 +99,8 @@ _TIMED, _BRIEF = 16, 0.02
 
 # Directions to be sent backwards for every block that is then spared its products.
 _WORTH = 8
+# Times the memory that gradients may take: more sweeps to keep them all are not worth it.
+_PORTIONS = 8
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
 
@@ -272,40 +277,76 @@ class Curvature:
         return self._eigenpairs[key]
 
     def block_eigenvalues(self, names: Sequence[str], tol: float) -> dict[str, Eigenpair]:
-        """The largest eigenpair of every block: from one sweep where its gradients fit in memory.
+        """The largest eigenpair of every block.
 
-        Then products take no pass over the network. The other blocks go one by one.
+        Blocks that are Gauss–Newton ones share sweeps. Where the gradients of all samples fit in
+        memory, one sweep keeps them, and products take no pass over the network; a few sweeps
+        where they fit in portions. Otherwise all blocks' iterations advance together, a sweep a
+        step. The other blocks go one by one.
         """
         unknown = [name for name in names if ((name,), 1, tol) not in self._eigenpairs]
-        for name, product in (self._stored(unknown) if len(unknown) > 1 else {}).items():
-            space = Coordinates({name: self.risk.parameters[name]})
-            self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
+        if len(unknown) > 1:
+            self._by_sweeps(unknown, tol)
         return {name: self.largest_eigenvalue([name], tol) for name in names}
 
-    def _stored(self, names: Sequence[str]) -> dict[str, Product]:
-        """Products with blocks that are Gauss–Newton ones, from stored gradients; or none."""
+    def _by_sweeps(self, names: Sequence[str], tol: float) -> None:
+        """The eigenpairs of the blocks for which sweeps are worth it."""
         first = next(self.risk.batches())
         plan, hessian = self.look(first), self.matrix == "hessian"
         proved = [n for n in names if not hessian or n not in plan.curved]
-        fit = [name for name in proved if plan.rules[name] != GENERIC]
+        rest = [name for name in proved if plan.rules[name] != GENERIC]
         if plan.coupled or not isinstance(self.loss, Loss):
-            return {}
+            return
         like = torch.empty(first.size, *plan.outputs, device="meta")
         count = direction_count(self.loss, like, first.targets)
-        if not fit or count > min(_WORTH * len(fit), self.settings.max_directions):
-            return {}
+        if count > self.settings.max_directions:
+            return
         # As much as for the largest of models: this is no chunk, to stay near a processor's cache.
-        store = Gradients(self.settings.budget(self.risk.device, weights=1 << 40))
-        parts = self.risk, self.loss, dict.fromkeys(fit, _TRACE), self.settings
-        sweep = ExactPass(*parts, weights={}, must_be_linear=hessian, store=store)
-        try:
-            refutation = sweep.run(self.risk.batches())
-        except StoreFull:
-            return {}
-        if refutation:
-            return {}
-        scale, served = divisor(self.loss, sweep.normaliser), set(fit) - store.unserved
-        return {name: store.product(name, scale) for name in served}
+        budget = self.settings.budget(self.risk.device, weights=1 << 40)
+        while rest and count <= _WORTH * len(rest):
+            store = Gradients(budget)
+            scale = self._swept(rest, store)
+            if scale is None:
+                return
+            for name in set(rest) - store.unserved - store.dropped:
+                space, product = Coordinates(self._only([name])), store.product(name, scale)
+                self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
+            kept, rest = len(rest) - len(store.dropped), [n for n in rest if n in store.dropped]
+            if not kept or sum(store.sizes[n] for n in rest) > _PORTIONS * budget:
+                break
+        share = max(1, ceil(count / _WORTH))
+        for portion in _portions(self._only(rest), budget):
+            if len(portion) >= share:
+                self._together(portion, tol)
+
+    def _together(self, names: Sequence[str], tol: float) -> None:
+        """The eigenpairs of some blocks, with one sweep for a step of all their iterations."""
+
+        def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            images = Images(vectors)
+            scale = self._swept(list(vectors), images)
+            if scale is None:
+                raise _Refuted
+            return images.products(scale)
+
+        with suppress(_Refuted):
+            found = largest_together(products, self._only(names), tol, self.seed)
+            self._eigenpairs |= {((name,), 1, tol): pairs for name, pairs in found.items()}
+
+    def _swept(self, names: Sequence[str], store: Store) -> float | None:
+        """One sweep for what a store makes of it; what its sums are to be divided by.
+
+        None, if a chunk shows that the blocks are not Gauss–Newton ones.
+        """
+        assert isinstance(self.loss, Loss)
+        parts = self.risk, self.loss, dict.fromkeys(names, _TRACE), self.settings
+        linear = self.matrix == "hessian"
+        sweep = ExactPass(*parts, weights={}, must_be_linear=linear, store=store)
+        refuted = sweep.run(self.risk.batches()) is not None
+        return None if refuted else divisor(self.loss, sweep.normaliser)
+
+    def _only(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self.risk.parameters[name] for name in names}
 
     def quadratures(self, names: Sequence[str], probes: int, steps: int) -> list[Quadrature]:
         """Nodes and weights of the spectrum that random vectors see, of the blocks together."""
@@ -709,6 +750,24 @@ class _Search:
         for part in (quantity.values, quantity.errors, quantity.draws):
             part.update({name: value.cpu().double() for name, value in part.items()})
         self.findings.quantities.setdefault(kind, Quantity({})).add(quantity)
+
+
+class _Refuted(Exception):
+    """A sweep found that blocks are not what they seemed; for `_together`."""
+
+
+def _portions(parameters: Mapping[str, Tensor], budget: int) -> Iterator[list[str]]:
+    """Names of parameters whose iterations fit in memory together, or of one that does not."""
+    portion, size = list[str](), 0
+    for name, p in parameters.items():
+        own = basis_bytes(p.numel())
+        if portion and size + own > budget:
+            yield portion
+            portion, size = [], 0
+        portion.append(name)
+        size += own
+    if portion:
+        yield portion
 
 
 def _of_products(given: Estimator | None, seed: int) -> Hutchinson:
