@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import saltflat as sf
 from bench.cases import CASES, Problem, prepare
-from bench.device import configure, describe
+from bench.device import THREADS
 from saltflat.measures import MEASURES
 
 NETWORKS = ("vgg11/64", "resnet18/64")
@@ -84,7 +84,7 @@ def of_measures(name: str, repeats: int) -> list[str]:
 def of_audit(repeats: int) -> str:
     problem = prepare(CASES[AUDITED]).head(SAMPLES)
     data = problem.x, problem.y
-    sf.audit(problem.model, (data[0][:2], data[1][:2]), elements=1, progress=False)
+    sf.measure(problem.model, data, progress=False)  # to warm up
     call = lambda: sf.audit(problem.model, data, progress=False)  # noqa: E731
     seconds, one, found = clocked(problem, call, repeats)
     assert isinstance(found, sf.Audit)
@@ -99,13 +99,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="*", choices=list(CASES), default=NETWORKS)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    configure("cpu", False)
+    torch.set_num_threads(options.threads)
     table = [
-        f"# Prices: {describe('cpu', False)}\n",
-        "`python -m bench.prices` makes this table. The least of several times; a call's own cost",
-        "is counted by its report, from the passes that it makes.\n",
+        f"# Prices: {options.threads} CPU threads, float32, torch {torch.__version__}\n",
+        f"`python -m bench.prices --threads {options.threads} --repeats {options.repeats}` makes this",
+        "table. The least of several times; counted is what reports say, from the passes made.\n",
         "| network | call | s | one gradient, s | gradients | counted | must reach |",
         "|---|---|---:|---:|---:|---|---|",
         of_audit(options.repeats),

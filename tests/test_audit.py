@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from untouched import assert_untouched, fingerprint
 
+from saltflat import zoo
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.errors import InvalidType, InvalidValue, ModelError, NotMeasured, SaltflatError
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
@@ -472,3 +473,30 @@ def test_errors_of_functions_name_them() -> None:
 def test_tolerances_are_numbers(field: str) -> None:
     with pytest.raises(InvalidValue, match=field):
         Tolerances(**{field: -1.0})
+
+
+# Models of many sizes
+
+
+class Detached(nn.Module):
+    """Its backward pass is not the derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first(x))
+        out: Tensor = self.second(hidden + hidden.detach() ** 2)
+        return out
+
+
+def test_rescaled_networks_are_not_taken_for_wrong_ones() -> None:
+    """Weights of 1e-3 beside ones of 1e3: differences cross kinks, and are not asked for there."""
+    torch.manual_seed(0)
+    model, x = zoo.lenet5(), torch.randn(2, 1, 28, 28)
+    found = audit(model, (x, torch.tensor([0, 1])), measures=["hessian_trace", "rho"], elements=1)
+    assert found["rho"].verdict == "invariant"
+    assert found["hessian_trace"].verdict == "moved"
+    with pytest.raises(ModelError, match="not the derivative"):
+        audit(Detached(), (torch.randn(8, 4), torch.arange(8) % 3), measures=["rho"], elements=1)

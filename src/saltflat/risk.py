@@ -226,6 +226,7 @@ class Risk:
         self._steady = unpack is None and in_memory(self._items)
         self.watched = Watch(on=not self._steady)
         self.work = Work()
+        self.differentiable = False  # whether it is known that the backward pass is the derivative
         self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
         self._counted: dict[int, str] = {}  # leaf -> the batch that showed a row for each sample
         self._shared: set[int] = set()  # leaves that samples share

@@ -58,7 +58,7 @@ class Work:
     def at(self, step: str, done: int, total: int) -> None:
         """A step begins, the first of which is the 0-th."""
         self.step = step
-        if self._line is not None:
+        if self._line is not None and self._line.eager:
             self._line.tell()
         if self._tell is not None:
             self._tell(step, done, total)
@@ -83,12 +83,13 @@ class Line:
     goes on below when it is full.
     """
 
-    def __init__(self, stream: TextIO, patience: float | None = None) -> None:
+    def __init__(self, stream: TextIO, eager: bool) -> None:
+        self.eager = eager  # from the beginning on, and at every step
         self.work = Work()
         self._stream = stream
         kernel = type(stream).__module__.startswith("ipykernel")
         self._rewritten = kernel or stream.isatty()
-        self._patience = (_SOON if self._rewritten else LONG) if patience is None else patience
+        self._patience = 0.0 if eager else _SOON if self._rewritten else LONG
         self._start, self._over = perf_counter(), Event()
         self._column, self._step = 0, ""
         self._writing = Lock()
@@ -101,12 +102,13 @@ class Line:
     def __exit__(self, *_: Any) -> None:
         self._over.set()
         self._thread.join()
-        if self._column:
-            self._write("\r" + " " * self._column + "\r" if self._rewritten else "\n")
+        self._end()
 
     def begin(self, words: str) -> None:
         """Say something that stays, and be patient no longer."""
-        self._write(f"{words}\n")
+        with self._writing:
+            self._end()
+            self._write(f"{words}\n")
         self._patience = 0.0
 
     def tell(self) -> None:
@@ -129,15 +131,19 @@ class Line:
             self._write("\r" + text.ljust(self._column))
             self._column = len(text)
             return
-        if self._column > _WIDTH or (self._column and work.step != self._step):
-            self._write("\n")
-            self._column = 0
+        if self._column > _WIDTH or work.step != self._step:
+            self._end()
         if not self._column:
             self._step = work.step
         text = f" {elapsed:.0f} s{share}" + ";"
         text = text if self._column else f"saltflat: {work.step}:{text}"
         self._write(text)
         self._column += len(text)
+
+    def _end(self) -> None:
+        if self._column:
+            self._write("\r" + " " * self._column + "\r" if self._rewritten else "\n")
+        self._column = 0
 
     def _write(self, text: str) -> None:
         if not self._stream.closed:
@@ -170,5 +176,5 @@ def reporting(progress: bool | Callback | None) -> Iterator[Work]:
     if not wanted or sys.stderr is None:
         yield Work()
         return
-    with Line(sys.stderr, 0.0 if progress else None) as line:
+    with Line(sys.stderr, eager=progress is True) as line:
         yield Work(line=line)

@@ -85,7 +85,9 @@ class Panel:
             unpack=self.unpack,
             output=self.output,
         )
-        risk.work = self.work
+        # A rescaled model does the same operations as the first one did; its entries may be of so
+        # many sizes that differences tell nothing.
+        risk.work, risk.differentiable = self.work, not announced
         engine = Curvature(risk, self.curvature, self.estimator, self.settings, self.seed)
         readings: dict[str, Measurement | str] = {}
         with risk.session(), warnings.catch_warnings():

@@ -35,7 +35,7 @@ def audit(
     *,
     measures: Selection = None,
     functions: Mapping[str, Function] | None = None,
-    elements: int = 3,
+    elements: int = 2,
     spread: float = 1e3,
     tolerances: Tolerances | None = None,
     curvature: MatrixName = "hessian",
