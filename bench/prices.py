@@ -105,8 +105,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     table = [
         f"# Prices: {options.threads} CPU threads, float32, torch {torch.__version__}\n",
-        f"`python -m bench.prices --threads {options.threads} --repeats {options.repeats}` makes this",
-        "table. The least of several times; counted is what reports say, from the passes made.\n",
+        "`python -m bench.prices` makes this table. The least of several times; counted is what",
+        "reports say, from the passes that were made.\n",
         "| network | call | s | one gradient, s | gradients | counted | must reach |",
         "|---|---|---:|---:|---:|---|---|",
         of_audit(options.repeats),

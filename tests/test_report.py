@@ -28,6 +28,7 @@ from untouched import assert_untouched, dressed, fingerprint
 
 import saltflat as sf
 from saltflat import work
+from saltflat.curvature import curvature
 from saltflat.measures import (
     MEASURES,
     Context,
@@ -354,6 +355,7 @@ def test_long_work_is_announced_and_moves(
     """Time runs ten times as fast here: what lasts a second is announced, and moves ten times."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(work, "LONG", 1.0)
+    monkeypatch.setattr(curvature, "LONG", 1.0)
     monkeypatch.setattr(work, "_EVERY", 0.1)
     start = time.perf_counter()
     sf.measure(Slow(0.05), SLOW, measures=["sam_sharpness"])
@@ -373,6 +375,7 @@ def test_long_work_is_quiet_if_asked(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "LONG", 0.1)
+    monkeypatch.setattr(curvature, "LONG", 0.1)
     monkeypatch.setattr(work, "_EVERY", 0.1)
     sf.measure(Slow(0.01), SLOW, measures=["sam_sharpness"], progress=False)
     steps: list[str] = []
@@ -383,6 +386,35 @@ def test_long_work_is_quiet_if_asked(
     sf.measure(Slow(0.01), SLOW, measures=["sam_sharpness"])
     assert capfd.readouterr().err == ""
     assert [step for step in steps if step.startswith("about ")]
+
+
+CALLS = {
+    "trace": sf.trace,
+    "diagonal": sf.diagonal,
+    "eigenvalues": sf.eigenvalues,
+    "density": sf.density,
+    "audit": lambda *data, **options: sf.audit(*data, measures=["rho"], elements=1, **options),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_long_call_is_announced(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LONG", 1e-3)
+    monkeypatch.setattr(curvature, "LONG", 1e-3)
+    steps: list[str] = []
+    options: dict[str, Any] = {"k": 1} if name == "eigenvalues" else {}
+    if name == "density":
+        options = {"probes": 2, "steps": 3}
+    call = CALLS[name]
+    call(Slow(0.01), SLOW, progress=lambda step, *_: steps.append(step), **options)
+    assert [step for step in steps if re.match(r"about .*: \d+ gradients at 0.01\d* s", step)]
+    call(Slow(0.01), SLOW, **options)
+    assert capfd.readouterr().err.startswith("saltflat: about ")
+    monkeypatch.setattr(work, "LONG", 1e6)
+    call(Slow(0.0), SLOW, **options)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_line_ends_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:

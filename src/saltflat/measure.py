@@ -215,12 +215,8 @@ def announce(
     engine: Curvature, measures: Sequence[Measure], times: int, first: Batch, plan: Plan
 ) -> None:
     """Say how long it will take to measure so many models like this one, if that is long."""
-    samples = engine.risk.samples(first)
-    if samples is None:
-        return
     gradients = engine.price(_kinds(measures), first, plan) + sum(m.price() for m in measures)
-    seconds = samples * engine.seconds(first, plan)
-    engine.risk.work.announce(times * gradients, samples, seconds)
+    engine.announce(times * gradients, first, plan)
 
 
 def compute_one(measure: Measure, context: Context) -> Measurement:

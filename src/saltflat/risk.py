@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import Any, final
 
 import numpy as np
@@ -309,7 +310,10 @@ class Risk:
         """About how many there are, if the data tell their length."""
         if isinstance(getattr(self._items, "dataset", None), IterableDataset):
             return None
-        return len(self._items) * first.size if isinstance(self._items, Sized) else None
+        try:
+            return length_hint(self._items) * first.size or None
+        except NotImplementedError:  # a length of the user's, who has not written it
+            return None
 
     def chunks(self, size: int | None) -> Iterator[Batch]:
         """The batches in portions of so many samples; all of them as one for None."""

@@ -84,7 +84,7 @@ from saltflat.losses import (
 from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
-from saltflat.work import FORWARD
+from saltflat.work import FORWARD, LONG
 
 Result = TypeVar("Result")
 
@@ -94,8 +94,8 @@ _GROUPS = 20
 _OWN_GROUPS = 16
 _OWN_PROBES = 32
 
-# A gradient is timed on so many samples, and on more if these take so many seconds.
-_TIMED, _BRIEF = 16, 0.02
+# A gradient is timed on so many samples.
+_TIMED = 16
 
 # Directions to be sent backwards for every block that is then spared its products.
 _WORTH = 8
@@ -166,6 +166,7 @@ class Curvature:
         self.estimator, self.settings = estimator, settings or Settings()
         self.warnings: list[str] = []
         self.foresee: Callable[[Batch, Plan], None] | None = None
+        self._looked = 0.0  # seconds
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
@@ -179,7 +180,9 @@ class Curvature:
         first = first or next(risk.batches())
         # One sample alone does not show whether samples depend on each other.
         several = first if first.size > 1 else _gather(risk, first, 4)
+        start = perf_counter()
         plan = plan_for(risk, several, certify)
+        self._looked = perf_counter() - start
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
         if self.loss is None:
@@ -187,6 +190,9 @@ class Curvature:
             wanted = first.size if plan.coupled else 8
             few, outputs = halving(lambda most: _few(risk, first, most), wanted)
             self.loss = _classified(risk, outputs, few)
+        if (foresee := self.foresee) is not None:
+            self.foresee = None
+            foresee(first, plan)
         return plan
 
     def _weaken(self, plan: Plan, refutation: Refutation) -> Plan:
@@ -205,9 +211,6 @@ class Curvature:
         batches = self.risk.batches()
         first = next(batches)
         plan = self.look(first)
-        if (foresee := self.foresee) is not None:
-            self.foresee = None
-            foresee(first, plan)
         stream: Iterable[Batch] = chain([first], batches)
         while isinstance(
             findings := _Search(self, kinds, groups, plan).run(stream, first), Refutation
@@ -228,27 +231,31 @@ class Curvature:
         swept = limit if crowded or not kinds else FORWARD + count * direction_price(kinds)
         return swept + limit * (self.matrix == "hessian" and bool(plan.curved) and not crowded)
 
-    def seconds(self, batch: Batch, plan: Plan) -> float:
-        """What a forward and a backward pass over one sample take now, by a run over a few.
+    def announce(self, gradients: float, first: Batch, plan: Plan) -> None:
+        """Say how long so many gradients will take, if that is long and the data tell their size.
 
-        Over many, if they would take long: a few tell too much of what every pass takes.
+        What a look at a few samples took is more than gradients of these take. Where that would
+        make it long, gradients are timed.
         """
-        most = batch.size if plan.coupled else plan.chunk(self.settings.budget(self.risk.device), 8)
-        seconds = 0.0
-        for size in (_TIMED, most):
-            few = batch if plan.coupled else batch.part(0, min(size, most))
-            start = perf_counter()
-            with Safe():
-                outputs = self.risk.forward(few)
-            if not outputs.requires_grad:
-                return 0.0
+        samples = self.risk.samples(first)
+        if samples is None:
+            return
+        each = self._looked / plan.samples
+        if gradients * samples * each > LONG:
+            few = first if plan.coupled else first.part(0, _TIMED)
+            each = min(self._gradient(few) for _ in range(2)) / few.size
+        self.risk.work.announce(gradients, samples, samples * each)
+
+    def _gradient(self, few: Batch) -> float:
+        """The seconds that a forward and a backward pass take."""
+        start = perf_counter()
+        with Safe():
+            outputs = self.risk.forward(few)
+        if outputs.requires_grad:
             of = list(self.risk.parameters.values())
             slopes = torch.autograd.grad(outputs.sum(), of, allow_unused=True)
-            _ = [float(slope.sum()) for slope in slopes if slope is not None][:1]  # wait for it
-            seconds = (perf_counter() - start) / few.size
-            if perf_counter() - start < _BRIEF:
-                break
-        return seconds
+            sum(float(slope.sum()) for slope in slopes if slope is not None)  # wait for a GPU
+        return perf_counter() - start
 
     @property
     def first(self) -> Findings:
