@@ -225,7 +225,7 @@ def forwards(measures: list[Any]) -> int:
     """How often the model is run, from nothing known of it."""
     model, calls = CASE.model(), []
     model.register_forward_hook(lambda *args: calls.append(1))
-    sf.measure(model, CASE.data(), measures=measures)
+    sf.measure(model, CASE.data(), measures=measures, progress=False)
     return len(calls)
 
 

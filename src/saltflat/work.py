@@ -51,6 +51,11 @@ class Work:
         if line is not None:
             line.work = self
 
+    @property
+    def silent(self) -> bool:
+        """Whether nobody is told."""
+        return self._tell is None and self._line is None
+
     def add(self, samples: int, price: float) -> None:
         """A pass over some samples was made."""
         self.done += samples * price

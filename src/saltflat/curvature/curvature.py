@@ -238,24 +238,24 @@ class Curvature:
         make it long, gradients are timed.
         """
         samples = self.risk.samples(first)
-        if samples is None:
+        if samples is None or self.risk.work.silent:
             return
         each = self._looked / plan.samples
         if gradients * samples * each > LONG:
-            few = first if plan.coupled else first.part(0, _TIMED)
-            each = min(self._gradient(few) for _ in range(2)) / few.size
+            size = first.size if plan.coupled else _TIMED
+            each = min(halving(lambda most: self._gradient(first, most), size) for _ in range(2))
         self.risk.work.announce(gradients, samples, samples * each)
 
-    def _gradient(self, few: Batch) -> float:
-        """The seconds that a forward and a backward pass take."""
-        start = perf_counter()
+    def _gradient(self, first: Batch, most: int) -> float:
+        """The seconds that a forward and a backward pass take, a sample."""
+        few, start = first.part(0, most), perf_counter()
         with Safe():
             outputs = self.risk.forward(few)
         if outputs.requires_grad:
             of = list(self.risk.parameters.values())
             slopes = torch.autograd.grad(outputs.sum(), of, allow_unused=True)
             sum(float(slope.sum()) for slope in slopes if slope is not None)  # wait for a GPU
-        return perf_counter() - start
+        return (perf_counter() - start) / few.size
 
     @property
     def first(self) -> Findings:
