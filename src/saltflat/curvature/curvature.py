@@ -49,6 +49,7 @@ from saltflat.curvature.spectrum import (
     Eigenpair,
     Gradients,
     Images,
+    Product,
     Quadrature,
     basis_bytes,
     eigenpairs,
@@ -75,7 +76,6 @@ from saltflat.losses import (
     JointLoss,
     Loss,
     describe,
-    divisor,
     leaves,
     own_parameters,
     refuse_parameters,
@@ -312,11 +312,12 @@ class Curvature:
         budget = self.settings.budget(self.risk.device, weights=1 << 40)
         while rest and count <= _WORTH * len(rest):
             store = Gradients(budget)
-            scale = self._swept(rest, store)
-            if scale is None:
+            sweep = self._swept(rest, store)
+            if sweep is None:
                 return
             for name in set(rest) - store.unserved - store.dropped:
-                space, product = Coordinates(self._only([name])), store.product(name, scale)
+                space = Coordinates(self._only([name]))
+                product = self._paid(store.product(name, sweep.divisor), sweep.samples, plan)
                 self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
             kept, rest = len(rest) - len(store.dropped), [n for n in rest if n in store.dropped]
             if not kept or sum(store.sizes[n] for n in rest) > _PORTIONS * budget:
@@ -331,26 +332,34 @@ class Curvature:
 
         def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             images = Images(vectors)
-            scale = self._swept(list(vectors), images)
-            if scale is None:
+            sweep = self._swept(list(vectors), images)
+            if sweep is None:
                 raise _Refuted
-            return images.products(scale)
+            return images.products(sweep.divisor)
 
         with suppress(_Refuted):
             found = largest_together(products, self._only(names), tol, self.seed)
             self._eigenpairs |= {((name,), 1, tol): pairs for name, pairs in found.items()}
 
-    def _swept(self, names: Sequence[str], store: Store) -> float | None:
-        """One sweep for what a store makes of it; what its sums are to be divided by.
+    def _paid(self, product: Product, samples: int, plan: Plan) -> Product:
+        """The same, counted. From stored gradients, a product with the block of every layer takes
+        about what two forward passes do."""
+        price = 2 * FORWARD / max(1, len(plan.matrices))
 
-        None, if a chunk shows that the blocks are not Gauss–Newton ones.
-        """
+        def apply(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            self.risk.work.add(samples, price)
+            return product(vector)
+
+        return apply
+
+    def _swept(self, names: Sequence[str], store: Store) -> ExactPass | None:
+        """One sweep for what a store makes of it, or None if a chunk shows that the blocks are not
+        Gauss–Newton ones."""
         assert isinstance(self.loss, Loss)
         parts = self.risk, self.loss, dict.fromkeys(names, _TRACE), self.settings
         linear = self.matrix == "hessian"
         sweep = ExactPass(*parts, weights={}, must_be_linear=linear, store=store)
-        refuted = sweep.run(self.risk.batches()) is not None
-        return None if refuted else divisor(self.loss, sweep.normaliser)
+        return None if sweep.run(self.risk.batches()) else sweep
 
     def _only(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self.risk.parameters[name] for name in names}

@@ -482,9 +482,14 @@ class ExactPass(Pass):
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.wants(CURVATURE)))
 
+    @property
+    def divisor(self) -> float:
+        """What sums over all samples are to be divided by."""
+        return divisor(self.loss, self.normaliser)
+
     def values(self) -> dict[tuple[Kind, str], Tensor]:
         """Σ over all samples, divided by the loss's normaliser."""
-        scale = divisor(self.loss, self.normaliser)
+        scale = self.divisor
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
         return {
