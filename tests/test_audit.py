@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from untouched import assert_untouched, fingerprint
 
+from saltflat import zoo
 from saltflat.audit import Audit, Tolerances, audit
-from saltflat.errors import InvalidType, InvalidValue, ModelError, SaltflatError
+from saltflat.errors import InvalidType, InvalidValue, ModelError, NotMeasured, SaltflatError
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures import BNSharpness, HessianTrace, RelativeFlatness
+from saltflat.measures import MEASURES, BNSharpness, HessianTrace, RelativeFlatness
 from saltflat.measures.base import Context, Measure, Need
 from saltflat.symmetries import Group, symmetries
 
@@ -70,14 +72,15 @@ def misprint(model: nn.Module, data: Data) -> float:
 
 @pytest.fixture(scope="module")
 def plain() -> Audit:
-    """All default measures on a small network, and some written out naively."""
+    """All measures but searched ones on a small network, and some written out naively."""
     functions = {
         "dense trace": dense_trace,
         "dense λ_max": dense_largest,
         "‖W‖² Tr H": squared_norm,
         "‖W‖ Tr H": misprint,
     }
-    return audit(mlp(), points(), functions=functions, elements=1)
+    names = [name for name, kind in MEASURES.items() if not kind.searched]
+    return audit(mlp(), points(), measures=names, functions=functions, elements=1)
 
 
 def test_every_declaration_holds_and_everything_else_is_seen_to_move(plain: Audit) -> None:
@@ -385,6 +388,35 @@ def test_a_model_that_rounds_inside_is_held_to_what_it_can_keep() -> None:
     assert any("rounds" in note for note in found.notes)
 
 
+def test_what_one_sweep_gives_is_audited_by_default(tmp_path: Path) -> None:
+    found = audit(mlp(), points(), elements=1)
+    assert set(found) == {name for name, kind in MEASURES.items() if kind.cost == "sweep"}
+    assert {*found, *found.left_out} == set(MEASURES)
+    assert found.ok
+    assert found["hessian_trace"].verdict == "moved"
+    assert found["rho"].verdict == "invariant"
+    models = 1 + sum(found.elements.values())
+    assert found.left_out["kappa"] == models * MEASURES["kappa"]().price()
+    line = r'about 780 gradients.*sf.audit\(model, data, measures=\["kappa"\]\), or measures="all"'
+    with pytest.raises(NotMeasured, match=line):
+        found["kappa"]
+    assert "not computed, about 780" in str(found)
+    loaded = Audit.load(found.save(tmp_path / "audit.json"))
+    assert loaded == found
+    assert loaded.left_out == found.left_out
+    named = audit(mlp(), points(), measures=["rho"], elements=1)
+    assert not named.left_out
+
+
+def test_everything_is_audited_if_asked() -> None:
+    found = audit(mlp(), points(), measures="all", elements=1, spread=10)
+    assert {*found, *found.skipped} == set(MEASURES)
+    assert "BatchNorm" in found.skipped["bn_sharpness"]
+    assert found["kappa"]["layer"].verdict == "invariant"
+    assert found["hessian_max_eigenvalue"].verdict == "moved"
+    assert not found.left_out
+
+
 def test_progress_tells_every_step() -> None:
     steps: list[tuple[str, int, int]] = []
     found = audit(
@@ -441,3 +473,30 @@ def test_errors_of_functions_name_them() -> None:
 def test_tolerances_are_numbers(field: str) -> None:
     with pytest.raises(InvalidValue, match=field):
         Tolerances(**{field: -1.0})
+
+
+# Models of many sizes
+
+
+class Detached(nn.Module):
+    """Its backward pass is not the derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first(x))
+        out: Tensor = self.second(hidden + hidden.detach() ** 2)
+        return out
+
+
+def test_rescaled_networks_are_not_taken_for_wrong_ones() -> None:
+    """Weights of 1e-3 beside ones of 1e3: differences cross kinks, and are not asked for there."""
+    torch.manual_seed(0)
+    model, x = zoo.lenet5(), torch.randn(2, 1, 28, 28)
+    found = audit(model, (x, torch.tensor([0, 1])), measures=["hessian_trace", "rho"], elements=1)
+    assert found["rho"].verdict == "invariant"
+    assert found["hessian_trace"].verdict == "moved"
+    with pytest.raises(ModelError, match="not the derivative"):
+        audit(Detached(), (torch.randn(8, 4), torch.arange(8) % 3), measures=["rho"], elements=1)

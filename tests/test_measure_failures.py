@@ -59,7 +59,7 @@ class Through(nn.Module):
 
 
 def test_a_loss_without_a_second_derivative_leaves_what_needs_none() -> None:
-    report = sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2))
+    report = sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), measures="all")
     assert set(report) == NO_HESSIAN
     assert set(report.skipped) == set(MEASURES) - NO_HESSIAN
     assert "multi_margin" in report.skipped["hessian_trace"]
@@ -85,8 +85,8 @@ def test_a_model_that_can_be_differentiated_once() -> None:
         sf.max_eigenvalue(Through(Once), (X, Y))
     with pytest.raises(NoSecondDerivative, match="Once"):  # its gradient is constant
         sf.max_eigenvalue(Through(Once), (X, Y), lambda o, y: o.sum().square())
-    report = sf.measure(Through(Once), (X, Y))
-    plain = sf.measure(Doubled(Once), (X, Y))
+    report = sf.measure(Through(Once), (X, Y), measures="all")
+    plain = sf.measure(Doubled(Once), (X, Y), measures="all")
     assert set(report) >= NO_HESSIAN
     assert "hessian_max_eigenvalue" in report.skipped
     for name in NO_HESSIAN:
@@ -142,9 +142,9 @@ def fails_with(error: Exception) -> Any:
 )
 def test_a_sweep_that_fails_for_one_kind(error: Exception, words: str, monkeypatch) -> None:
     """What needs no diagonal is what it is without the failure."""
-    plain = sf.measure(CASE.model(), (X, Y))
+    plain = sf.measure(CASE.model(), (X, Y), measures="all")
     monkeypatch.setattr(Curvature, "find", fails_with(error))
-    report = sf.measure(CASE.model(), (X, Y))
+    report = sf.measure(CASE.model(), (X, Y), measures="all")
     lost = {"normalized_sharpness", "neuronwise_minimum_sharpness"}
     assert lost <= set(report.skipped)
     for name in lost:
@@ -166,7 +166,7 @@ def test_a_sweep_that_fails_once_is_not_tried_again(monkeypatch) -> None:
 
     found = Curvature.find
     monkeypatch.setattr(Curvature, "find", find)
-    sf.measure(CASE.model(), (X, Y))
+    sf.measure(CASE.model(), (X, Y), measures="all")
     assert len(tried) == len(set(tried))
 
 
@@ -181,7 +181,7 @@ def test_a_sweep_that_fails_once_is_not_tried_again(monkeypatch) -> None:
 )
 def test_what_is_wrong_with_everything_is_an_error(data, loss, kind: type[Exception]) -> None:
     with pytest.raises(kind):
-        sf.measure(CASE.model(), data, loss)
+        sf.measure(CASE.model(), data, loss, measures="all")
 
 
 @final
@@ -227,7 +227,7 @@ def test_a_skipped_measure_is_a_row_that_says_why() -> None:
 
 def test_all_measures_can_be_made_to_raise() -> None:
     with pytest.raises(NoSecondDerivative, match="multi_margin"):
-        sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), on_error="raise")
+        sf.measure(CASE.model(), (X, Y), nn.MultiMarginLoss(p=2), measures="all", on_error="raise")
 
 
 def test_unknown_words_for_errors() -> None:

@@ -59,7 +59,7 @@ def test_a_network_of_zeros_has_limits_and_no_nan() -> None:
     model = net()
     for p in model.parameters():
         p.data.zero_()
-    report = sf.measure(model, data())
+    report = sf.measure(model, data(), measures="all")
     for name, m in report.items():
         assert m.value == m.value, name
     assert report["relative_flatness"].value == 0.0
@@ -68,7 +68,8 @@ def test_a_network_of_zeros_has_limits_and_no_nan() -> None:
 
 def test_one_measure_that_fails_does_not_take_the_others_along() -> None:
     x, y = data()
-    report = sf.measure(net(nn.BatchNorm1d(5)), [(x[:8], y[:8]), (x[8:], y[8:])])
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])]
+    report = sf.measure(net(nn.BatchNorm1d(5)), batches, measures="all")
     assert "BatchNorm sees one value a channel in batch 1" in report.skipped["bn_sharpness"]
     assert report["hessian_trace"].exact
 
@@ -76,7 +77,7 @@ def test_one_measure_that_fails_does_not_take_the_others_along() -> None:
 def test_ignored_samples_do_not_count() -> None:
     x, y = data()
     padded = torch.cat([x, x]), torch.cat([y, torch.full_like(y, -100)])
-    plain, more = sf.measure(net(), (x, y)), sf.measure(net(), padded)
+    plain, more = (sf.measure(net(), each, measures="all") for each in ((x, y), padded))
     for name in plain:
         assert more[name].value == pytest.approx(plain[name].value, rel=1e-6), name
 
@@ -159,7 +160,7 @@ def test_every_measure_of_a_small_smooth_network() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = sf.measure(model, data())
+        report = sf.measure(model, data(), measures="all")
     assert all(m.exact or m.lower_bound for m in report.values())
     assert "written out" in str(report)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat as sf
+from saltflat.measures import MEASURES
 from saltflat.training import monitor as module
 from saltflat.training.fam import FAM
 from saltflat.training.monitor import Budget, Monitor, Record
@@ -69,6 +70,11 @@ def test_values_are_those_of_measure() -> None:
     assert record.stderr == {name: report[name].stderr for name in names}
     assert record.seconds > 0
     assert monitor.history == [record]
+
+
+def test_all_measures_if_asked() -> None:
+    record = Monitor(network(), (X, Y), measures="all", budget=None).measure()
+    assert {*record.values, *record.failed} == set(MEASURES)
 
 
 def test_options_reach_measure() -> None:

@@ -6,7 +6,10 @@ import copy
 import json
 import math
 import os
+import re
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from untouched import assert_untouched, dressed, fingerprint
 
 import saltflat as sf
+from saltflat import work
+from saltflat.curvature import curvature
 from saltflat.measures import (
     MEASURES,
     Context,
@@ -66,7 +71,7 @@ def test_unknown_measures_are_refused_with_the_nearest() -> None:
         measured([NormalizedSharpness(lam=1.0), "normalized_sharpness"])
     with pytest.raises(sf.InvalidValue, match="measures is empty"):
         measured([])
-    with pytest.raises(sf.InvalidType, match=r"Got a string; pass \['rho'\]"):
+    with pytest.raises(sf.InvalidType, match=r"or 'all'. Got 'rho'; pass \['rho'\]"):
         measured("rho")
     with pytest.raises(sf.InvalidType, match=r"names or measures.*NormalizedSharpness\(\)"):
         measured([NormalizedSharpness])
@@ -90,9 +95,87 @@ def test_names_and_configured_measures() -> None:
     assert list(measured(generator)) == ["rho"]
 
 
-def test_everything_by_default() -> None:
+def test_what_one_sweep_gives_is_the_default() -> None:
     found = sf.measure(CASE.model(), CASE.data())
+    assert {name for name in MEASURES if name in found} == {
+        name for name, kind in MEASURES.items() if kind.cost == "sweep"
+    }
+    assert not found.skipped
+    assert {*found, *found.left_out} == set(MEASURES)
+    assert "kappa" not in found
+    text = str(found)
+    assert "cost, gradients" in text
+    for name, price in found.left_out.items():
+        row = next(line for line in text.splitlines() if f" {name} " in line)
+        assert "not computed" in row
+        assert f"about {price:.0f} " in row
+        assert 'measures="all"' in row
+    with pytest.raises(sf.NotMeasured, match=r'about 60 gradients.*measures=\["kappa"\]'):
+        found["kappa"]
+    with pytest.raises(sf.NotMeasured, match=r'^kappa was.*, or measures="all"\.$'):
+        found["kappa"]
+    # What was asked for has no such rows.
+    assert not measured().left_out
+
+
+def test_the_line_to_write_computes_what_was_left_out() -> None:
+    found = sf.measure(CASE.model(), CASE.data())
+    with pytest.raises(sf.NotMeasured) as raised:
+        found["kappa"]
+    line = str(raised.value).partition("Write ")[2].partition("),")[0] + ")"
+    asked = eval(line, {"sf": sf, "model": CASE.model(), "data": CASE.data()})
+    assert asked["kappa"].value > 0
+
+
+def test_what_was_left_out_survives(tmp_path: Path) -> None:
+    found = sf.measure(CASE.model(), CASE.data())
+    loaded = sf.Report.load(found.save(tmp_path / "run.json"))
+    assert loaded == found
+    assert loaded.left_out == found.left_out
+    assert str(loaded) == str(found)
+    with pytest.raises(sf.NotMeasured, match="kappa was not computed"):
+        loaded["kappa"]
+    frame = found.to_pandas()
+    assert frame.loc["kappa", "cost_gradients"] == 60
+    assert frame.loc["kappa", "skipped"] == 'not computed: measures="all"'
+    # As it was saved before there were prices.
+    content = json.loads((tmp_path / "run.json").read_text())
+    del content["left_out"], content["provenance"]["gradients"]
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    old = sf.Report.load(tmp_path / "old.json")
+    assert not old.left_out
+    assert "shared by all" not in str(old)
+
+
+def test_what_was_left_out_is_compared() -> None:
+    data = CASE.data()
+    both = sf.compare({"a": CASE.model(), "b": CASE.model()}, data)
+    assert both.left_out["kappa"] == 60
+    assert "not computed, about 60 gradients" in str(both)
+    one = sf.measure(CASE.model(), data, measures=["kappa"])
+    mixed = sf.Comparison({"a": both["a"], "b": one})
+    assert "kappa" not in mixed.left_out
+
+
+def test_costs_are_counted() -> None:
+    """A search costs what its price says; a sweep stands once, and the same on every run."""
+    names = ["hessian_trace", "rho", "sam_sharpness", "kappa"]
+    few = sf.measure(CASE.model(), CASE.data(), measures=names).provenance.gradients
+    again = sf.measure(CASE.model(), CASE.data(), measures=names).provenance.gradients
+    assert few == again
+    assert few["hessian_trace"] == few["rho"] == 0
+    assert few["sam_sharpness"] == pytest.approx(MEASURES["sam_sharpness"]().price())
+    assert 0 < few["kappa"] <= MEASURES["kappa"]().price()
+    assert 1 < few["curvature"] < 60
+    split = list(zip(*(part.split(3) for part in CASE.data()), strict=True))
+    parts = sf.measure(CASE.model(), split, measures=names).provenance.gradients
+    assert parts["curvature"] == pytest.approx(few["curvature"], rel=1e-2)
+
+
+def test_everything() -> None:
+    found = sf.measure(CASE.model(), CASE.data(), measures="all")
     assert {*found, *found.skipped} == set(MEASURES)
+    assert not found.left_out
     assert "bn_sharpness" in found.skipped
     assert "BatchNorm" in found.skipped["bn_sharpness"]
     assert "rho" in found
@@ -142,7 +225,7 @@ def forwards(measures: list[Any]) -> int:
     """How often the model is run, from nothing known of it."""
     model, calls = CASE.model(), []
     model.register_forward_hook(lambda *args: calls.append(1))
-    sf.measure(model, CASE.data(), measures=measures)
+    sf.measure(model, CASE.data(), measures=measures, progress=False)
     return len(calls)
 
 
@@ -234,18 +317,113 @@ def test_progress_callback() -> None:
     assert seen == [(name, k, len(FEW) + 1) for k, name in enumerate(names)]
 
 
-def test_progress_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_short_work_shows_nothing_unless_asked(
+    terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     measured(progress=False)
     measured()
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
     measured(progress=True)
     shown = capfd.readouterr()
-    assert "done" in shown.err
+    assert "saltflat: done" in shown.err
+    assert shown.err[-1] == ("\r" if terminal else "\n")
     assert shown.out == ""
-    measured()  # a terminal
-    assert "done" in capfd.readouterr().err
+
+
+class Slow(nn.Module):
+    """Sleeps on every forward pass."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(2, 2), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        out: Tensor = self.layer(x)
+        return out
+
+
+SLOW = torch.randn(4, 2), torch.arange(4) % 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_is_announced_and_moves(
+    terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time runs ten times as fast here: what lasts a second is announced, and moves ten times."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(work, "LONG", 1.0)
+    monkeypatch.setattr(curvature, "LONG", 1.0)
+    monkeypatch.setattr(work, "_EVERY", 0.1)
+    start = time.perf_counter()
+    sf.measure(Slow(0.05), SLOW, measures=["sam_sharpness"])
+    seconds = time.perf_counter() - start
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    first, _, rest = shown.err.partition("\n")
+    assert re.fullmatch(r"saltflat: about \d+ s: 21 gradients at 0\.05\d* s", first)
+    moves = rest.count("\r" if terminal else ";")
+    assert moves >= 10 * seconds / 2
+    assert "sam_sharpness" in rest
+    assert "%" in rest
+    assert rest.count("\n") < 6
+
+
+def test_long_work_is_quiet_if_asked(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LONG", 0.1)
+    monkeypatch.setattr(curvature, "LONG", 0.1)
+    monkeypatch.setattr(work, "_EVERY", 0.1)
+    sf.measure(Slow(0.01), SLOW, measures=["sam_sharpness"], progress=False)
+    steps: list[str] = []
+    sf.measure(
+        Slow(0.01), SLOW, measures=["sam_sharpness"], progress=lambda step, *_: steps.append(step)
+    )
+    monkeypatch.setenv("SALTFLAT_PROGRESS", "0")
+    sf.measure(Slow(0.01), SLOW, measures=["sam_sharpness"])
+    assert capfd.readouterr().err == ""
+    assert [step for step in steps if step.startswith("about ")]
+
+
+CALLS = {
+    "trace": sf.trace,
+    "diagonal": sf.diagonal,
+    "eigenvalues": sf.eigenvalues,
+    "density": sf.density,
+    "audit": lambda *data, **options: sf.audit(*data, measures=["rho"], elements=1, **options),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_long_call_is_announced(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LONG", 1e-3)
+    monkeypatch.setattr(curvature, "LONG", 1e-3)
+    steps: list[str] = []
+    options: dict[str, Any] = {"k": 1} if name == "eigenvalues" else {}
+    if name == "density":
+        options = {"probes": 2, "steps": 3}
+    call = CALLS[name]
+    call(Slow(0.01), SLOW, progress=lambda step, *_: steps.append(step), **options)
+    assert [step for step in steps if re.match(r"about .*: \d+ gradients at 0.01\d* s", step)]
+    call(Slow(0.01), SLOW, **options)
+    assert capfd.readouterr().err.startswith("saltflat: about ")
+    monkeypatch.setattr(work, "LONG", 1e6)
+    call(Slow(0.0), SLOW, **options)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_line_ends_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    bad = torch.full((4, 2), torch.nan), torch.zeros(4).long()
+    with pytest.raises(sf.DataError):
+        sf.measure(nn.Linear(2, 2), bad, progress=True)
+    assert threading.active_count() == before
+    assert capfd.readouterr().err.endswith("\n")
 
 
 @pytest.mark.parametrize("wrong", ["yes", 1, [True]])

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.curvature import Curvature, Settings
 from saltflat.curvature.products import Products
-from saltflat.curvature.spectrum import Coordinates, drive, eigenpairs, quadrature, quadratures
+from saltflat.curvature.spectrum import (
+    Coordinates,
+    Gradients,
+    Images,
+    drive,
+    eigenpairs,
+    quadrature,
+    quadratures,
+)
 from saltflat.curvature.sweep import Chunk, ExactPass
 from saltflat.measures import HessianMaxEigenvalue, Kappa
 from saltflat.risk import Risk
@@ -287,6 +295,18 @@ def test_stored_gradients_spare_the_products(name: str, monkeypatch: pytest.Monk
     assert calls, "more directions than allowed: by products"
 
 
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list that gets the store of every sweep from now on."""
+    stores, run = list[Any](), ExactPass.run
+
+    def noted(self: ExactPass, *arguments: Any) -> Any:
+        stores.append(self.store)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(ExactPass, "run", noted)
+    return stores
+
+
 @pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_stored_gradients_of_several_batches_and_too_little_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -296,8 +316,49 @@ def test_stored_gradients_of_several_batches_and_too_little_memory(
     batches = [(x[:2], y[:2]), (x[2:], y[2:])]
     agree(block_eigenvalues(case, "hessian", batches), case, "hessian")
     assert not calls
-    agree(block_eigenvalues(case, "hessian", batches, memory_budget=1000), case, "hessian")
-    assert calls, "nothing fits into a thousand bytes"
+    sweeps = swept(monkeypatch)
+    agree(block_eigenvalues(case, "hessian", batches, memory_budget=1 << 30), case, "hessian")
+    assert [type(store) for store in sweeps] == [Gradients]
+    least = sum(sweeps[0].sizes.values())
+    sweeps.clear()
+    agree(block_eigenvalues(case, "hessian", batches, memory_budget=least // 2), case, "hessian")
+    assert [type(store) for store in sweeps[:2]] == [Gradients, Gradients], "in portions"
+    sweeps.clear()
+    agree(block_eigenvalues(case, "hessian", batches, memory_budget=100), case, "hessian")
+    assert [type(store) for store in sweeps[:2]] == [Gradients, Images], "nothing fits"
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "conv2d groups", "segmentation", "indefinite"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_iterations_advance_together(
+    name: str, curvature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no gradients fit in memory, a sweep is a step of all layers."""
+    case, sweeps = BY_NAME[name], swept(monkeypatch)
+    monkeypatch.setattr(Gradients, "_reserve", lambda self, name, _: self.dropped.add(name))
+    calls = counted(monkeypatch)
+    found = block_eigenvalues(case, curvature)
+    agree(found, case, curvature)
+    assert not calls
+    # As many sweeps as the slowest block takes: no more than it has entries, twice for rounding.
+    assert 2 < len(sweeps) <= 2 + 2 * max(len(flat(pair[2])) for pair in found.values())
+
+
+def test_a_chunk_that_is_swept_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, measure, failed = BY_NAME["mlp"], ExactPass.measure, list[int]()
+
+    def fails_now_and_then(self: ExactPass, chunk: Chunk) -> Any:
+        done = measure(self, chunk)
+        failed.append(chunk.batch.size)
+        if len(failed) % 7 == 3 and chunk.batch.size > 1:
+            raise torch.OutOfMemoryError
+        return done
+
+    monkeypatch.setattr(ExactPass, "measure", fails_now_and_then)
+    monkeypatch.setattr(Gradients, "_reserve", lambda self, name, _: self.dropped.add(name))
+    agree(block_eigenvalues(case, "hessian"), case, "hessian")
+    assert len(set(failed)) > 1
 
 
 def test_blocks_that_bend_go_by_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from saltflat.errors import (
     NegativeCurvature,
     NoSecondDerivative,
     NotApplicable,
+    NotMeasured,
     SaltflatError,
 )
 from saltflat.measure import compare, measure
@@ -78,6 +79,7 @@ __all__ = [
     "NegativeCurvature",
     "NoSecondDerivative",
     "NotApplicable",
+    "NotMeasured",
     "Operator",
     "PropagatedCurvature",
     "Report",

@@ -65,6 +65,13 @@ class NotApplicable(SaltflatError, ValueError):
     """The measure is not defined for this model; the message says why and what to do."""
 
 
+class NotMeasured(SaltflatError, KeyError):
+    """A report has no value for this measure; the message says why and what to write."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show it with quotes around
+
+
 class ChangedData(DataError):
     """The data were not the same on two passes."""
 

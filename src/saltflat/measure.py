@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from time import perf_counter
 from typing import Any, Literal, cast, get_args
@@ -20,6 +22,7 @@ from saltflat.curvature import (
     Estimator,
     Kind,
     MatrixName,
+    Plan,
     check_estimator,
     checked_settings,
     derivatives_explained,
@@ -36,13 +39,14 @@ from saltflat.errors import (
 )
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
-from saltflat.measures import MEASURES, Context, Measure, Need, Quantity
-from saltflat.printing import Callback, reporting
+from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
 from saltflat.report import Comparison, Report, provenance
-from saltflat.risk import Output, Risk, Unpack
+from saltflat.risk import Batch, Output, Risk, Unpack
 from saltflat.symmetries import Group
+from saltflat.work import Callback, reporting
 
 OnError = Literal["raise", "skip"]
+Selection = Iterable[str | Measure] | Literal["all"] | None
 
 
 def measure(
@@ -50,7 +54,7 @@ def measure(
     data: Any,
     loss: LossLike = "cross_entropy",
     *,
-    measures: Iterable[str | Measure] | None = None,
+    measures: Selection = None,
     on_error: OnError | None = None,
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
@@ -65,20 +69,25 @@ def measure(
     seed: int = 0,
     progress: bool | Callback | None = None,
 ) -> Report:
-    """Measure how flat a model's minimum is, by every measure or by those that are named.
+    """Measure how flat a model's minimum is, by what one sweep gives or by what is named.
 
     Parameters
     ----------
     model, data, loss : as in `trace`; the model is left exactly as it was found.
-    measures : names or configured measures, e.g. `["rho", NormalizedSharpness(lam=1.0)]`; all of
-        them by default.
+    measures : names or configured measures, e.g. `["rho", NormalizedSharpness(lam=1.0)]`, or
+        "all". By default those that are made of one sweep over the data, which together cost at
+        most 60 gradients on a network that is proved piecewise linear; a gradient is one forward
+        and one backward pass over the same data. The others are rows of the report that say what
+        they cost (`left_out`).
     on_error : what becomes of a measure that does not apply to the model or cannot be computed:
         "raise" its error, or "skip" it, which the report lists with the reason (`skipped`). By
-        default those that were named raise, and of all measures the others are skipped. What is
-        wrong with the model, the data or the loss as a whole is an error all the same.
+        default those that were named raise, the others are skipped. What is wrong with the model,
+        the data or the loss as a whole is an error all the same.
     estimator, tolerance : for what cannot be had exactly, as in `trace`.
     seed : of the searches and estimates.
-    progress : True, False, or a callable of (step, done, total); by default a bar in a terminal.
+    progress : True, False, or a callable of (step, done, total). By default, what will take longer
+        than ten seconds is announced on the error stream, and followed by a line that moves every
+        second; SALTFLAT_PROGRESS=0 in the environment silences that.
     Other arguments as in `trace`.
 
     Examples
@@ -91,7 +100,7 @@ def measure(
     (0.357, frozenset({'layer'}))
     """
     selection = measure_objects(measures)
-    on_error = on_error or ("skip" if measures is None else "raise")
+    on_error = on_error or ("skip" if measures is None or measures == "all" else "raise")
     check_choice("on_error", on_error, get_args(OnError))
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     check_estimator(estimator)
@@ -99,39 +108,41 @@ def measure(
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     risk.watched.on = True
     engine = Curvature(risk, curvature, estimator, settings, seed)
-    with reporting(progress) as step, risk.session(), derivatives_explained():
-        report = _measured(selection, engine, on_error, step)
+    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
+        report = _measured(selection, engine, on_error)
+    if measures is None:
+        report = replace(report, left_out=left_out())
     for warning in engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
 
 
-def _measured(
-    measures: Sequence[Measure], engine: Curvature, on_error: OnError, step: Callback
-) -> Report:
+def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError) -> Report:
     """The measures one after the other, inside the session of the engine's risk."""
-    risk, count = engine.risk, len(measures) + 1
+    risk, work, count = engine.risk, engine.risk.work, len(measures) + 1
     seconds: dict[str, float] = {}
+    spent: dict[str, float] = {}
     done: dict[str, Measurement] = {}
     skipped: dict[str, str] = {}
-    step("curvature", 0, count)
+    work.at("curvature", 0, count)
+    engine.foresee = partial(announce, engine, measures, 1)
     start = perf_counter()
     context, failure = prepared(engine, measures, on_error)
-    seconds["curvature"] = perf_counter() - start
+    seconds["curvature"], spent["curvature"] = perf_counter() - start, work.done
     for index, each in enumerate(measures):
-        step(each.name, index + 1, count)
-        start = perf_counter()
+        work.at(each.name, index + 1, count)
+        start, before = perf_counter(), work.done
         result = compute_one(each, context) if on_error == "raise" else attempt(each, context)
         if isinstance(result, Measurement):
             done[each.name] = result
         else:
             skipped[each.name] = result
-        seconds[each.name] = perf_counter() - start
+        seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
     if failure is not None and not done:
         raise failure
-    step("done", count, count)
-    assert engine.first.certificate is not None
-    source = provenance(risk, engine.first.certificate, engine.matrix, engine.seed, seconds)
+    work.at("done", count, count)
+    certificate = engine.first.certificate
+    source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     return Report(done, skipped, source, (*_notes(risk), *engine.first.notes))
 
 
@@ -178,8 +189,7 @@ def prepared(
     measure then computes what it needs, or fails for itself. What is wrong with the model, the data
     or the loss as a whole is an error all the same.
     """
-    needs = frozenset[Need]().union(*(measure.required() for measure in measures))
-    kinds = cast(frozenset[Kind], needs & (CURVATURE | FISHER))
+    kinds = _kinds(measures)
     quantities: dict[Kind, Quantity] = {}
     failure: Exception | None = None
     try:
@@ -213,6 +223,20 @@ def _narrowed(engine: Curvature, measures: Sequence[Measure]) -> dict[Kind, froz
     return dict.fromkeys(CURVATURE.difference(*wide), names)
 
 
+def _kinds(measures: Iterable[Measure]) -> frozenset[Kind]:
+    """The kinds of curvature that the measures need."""
+    needs = frozenset[Need]().union(*(measure.required() for measure in measures))
+    return cast(frozenset[Kind], needs & (CURVATURE | FISHER))
+
+
+def announce(
+    engine: Curvature, measures: Sequence[Measure], times: int, first: Batch, plan: Plan
+) -> None:
+    """Say how long it will take to measure so many models like this one, if that is long."""
+    gradients = engine.price(_kinds(measures), first, plan) + sum(m.price() for m in measures)
+    engine.announce(times * gradients, first, plan)
+
+
 def compute_one(measure: Measure, context: Context) -> Measurement:
     """The measure of the model in `context`, or `NotApplicable`."""
     if not context.layers and measure.needs_layers:
@@ -233,12 +257,21 @@ def attempt(measure: Measure, context: Context) -> Measurement | str:
         return f"{type(reason).__name__}: {(str(reason) or 'no message').splitlines()[0]}"
 
 
-def measure_objects(measures: Iterable[str | Measure] | None) -> Sequence[Measure]:
-    """The measures that these names and measures stand for; all of them for None."""
+def left_out() -> dict[str, float]:
+    """The measures that are not computed unless they are asked for, and their prices."""
+    return {n: kind().price() for n, kind in MEASURES.items() if kind.cost not in INCLUDED}
+
+
+def measure_objects(measures: Selection) -> Sequence[Measure]:
+    """The measures that these names and measures stand for; the cheap ones for None."""
     if measures is None:
+        return [kind() for kind in MEASURES.values() if kind.cost in INCLUDED]
+    if measures == "all":
         return [kind() for kind in MEASURES.values()]
     if isinstance(measures, str):
-        raise InvalidType(f"measures must be a list. Got a string; pass [{measures!r}].")
+        raise InvalidType(
+            f"measures must be a list, or 'all'. Got {measures!r}; pass [{measures!r}]."
+        )
     selection: dict[str, Measure] = {}
     for each in measures:
         if isinstance(each, str):

@@ -9,15 +9,23 @@ from math import ceil, inf, sqrt
 from typing import Any, Generic, TypeVar, cast, final, overload
 
 import torch
+from rich.console import Console, RenderableType
 from rich.table import Table
 from torch import Tensor
 
 from saltflat.checks import check_number
 from saltflat.errors import optional
-from saltflat.printing import plain_text
 
 Value = TypeVar("Value", float, Tensor)
 Entry = TypeVar("Entry")
+
+
+def plain_text(renderable: RenderableType, width: int = 100) -> str:
+    """What rich would print, without colours."""
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get().rstrip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import length_hint
 from typing import Any, final
 
 import numpy as np
@@ -39,6 +40,7 @@ from saltflat.losses import (
 from saltflat.memory import halving, ordinary
 from saltflat.session import RandomState, lend, modules_in
 from saltflat.watch import Tally, Watch, in_memory, second_reading
+from saltflat.work import Work
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -231,6 +233,8 @@ class Risk:
             _hold_fixed(self.loss, self.parameters)
         self._steady = unpack is None and in_memory(self._items)
         self.watched = Watch(on=not self._steady)
+        self.work = Work()
+        self.differentiable = False  # whether it is known that the backward pass is the derivative
         self.plans: dict[Hashable, Any] = {}  # what this call has found out about the model
         self._counted: dict[int, str] = {}  # leaf -> the batch that showed a row for each sample
         self._shared: set[int] = set()  # leaves that samples share
@@ -322,6 +326,15 @@ class Risk:
                 pass
             self._start.restore()
             self.watched.end(again)
+
+    def samples(self, first: Batch) -> int | None:
+        """About how many there are, if the data tell their length."""
+        if isinstance(getattr(self._items, "dataset", None), IterableDataset):
+            return None
+        try:
+            return length_hint(self._items) * first.size or None
+        except NotImplementedError:  # a length of the user's, who has not written it
+            return None
 
     def chunks(self, size: int | None) -> Iterator[Batch]:
         """The batches in portions of so many samples; all of them as one for None."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -28,12 +29,13 @@ from saltflat.curvature import Curvature, Estimator, MatrixName, Settings
 from saltflat.errors import InvalidType
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
-from saltflat.measure import attempt, prepared
+from saltflat.measure import announce, attempt, prepared
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack, logits
 from saltflat.session import RandomState, lend
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
+from saltflat.work import Work
 
 # A model that rounds to float32 inside shows it in every measure.
 _ROUNDED = 1e-4
@@ -58,17 +60,23 @@ class Panel:
     unpack: Unpack | None
     output: Output | None
     seed: int
+    work: Work
     warnings: list[str] = field(default_factory=list)
     undeclared: set[str] = field(default_factory=set)  # functions that return a mere number
 
-    def read(self, model: nn.Module) -> dict[str, Measurement | str]:
-        """Every measure's value on a float64 model, or the reason why it has none."""
-        readings: dict[str, Measurement | str] = self._measured(model) if self.measures else {}
+    def read(self, model: nn.Module, announced: int = 0) -> dict[str, Measurement | str]:
+        """Every measure's value on a float64 model, or the reason why it has none.
+
+        `announced` is how many such models there will be, for whoever waits.
+        """
+        readings: dict[str, Measurement | str] = {}
+        if self.measures:
+            readings = self._measured(model, announced)
         for name, function in self.functions.items():
             readings[name] = self._called(name, function, model)
         return readings
 
-    def _measured(self, model: nn.Module) -> dict[str, Measurement | str]:
+    def _measured(self, model: nn.Module, announced: int) -> dict[str, Measurement | str]:
         risk = Risk(
             model,
             self.data,
@@ -77,10 +85,15 @@ class Panel:
             unpack=self.unpack,
             output=self.output,
         )
+        # A rescaled model does the same operations as the first one did; its entries may be of so
+        # many sizes that differences tell nothing.
+        risk.work, risk.differentiable = self.work, not announced
         engine = Curvature(risk, self.curvature, self.estimator, self.settings, self.seed)
         readings: dict[str, Measurement | str] = {}
         with risk.session(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if announced:
+                engine.foresee = partial(announce, engine, self.measures, announced)
             # A rescaled model has the same rescalings, so they need not be found again.
             context, _ = prepared(engine, self.measures, on_error="skip", group=self.group)
             for measure in self.measures:
@@ -217,7 +230,12 @@ class Ledger:
             self.notes.append(note)
 
     def audit(
-        self, model: str, kinds: Sequence[Family], spread: float, skipped: Mapping[str, str]
+        self,
+        model: str,
+        kinds: Sequence[Family],
+        spread: float,
+        skipped: Mapping[str, str],
+        left_out: Mapping[str, float],
     ) -> Audit:
         """What the rescalings of these kinds came to, as the user gets it."""
         return Audit(
@@ -230,6 +248,7 @@ class Ledger:
             self.tolerances,
             model,
             (*self.panel.group.notes, *self.notes),
+            left_out,
         )
 
     def _rows(self, kinds: Sequence[str]) -> dict[str, Audited]:

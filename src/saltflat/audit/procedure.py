@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from saltflat.audit.elements import Family, families, trials
+from saltflat.audit.elements import families, trials
 from saltflat.audit.ledger import Function, Ledger, Panel
 from saltflat.audit.result import Audit, Tolerances
 from saltflat.checks import check_integer, check_seed
 from saltflat.curvature import Estimator, MatrixName, check_estimator, checked_settings
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
-from saltflat.measure import measure_objects
+from saltflat.measure import Selection, left_out, measure_objects
 from saltflat.measurement import Measurement
-from saltflat.measures import MEASURES, Measure
-from saltflat.printing import Callback, reporting
+from saltflat.measures import Measure
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
 from saltflat.symmetries import check_copy, duplicate, symmetries
+from saltflat.work import Callback, reporting
 
 # What the kinds are found on and the outputs are compared on, if no example is given.
 _SAMPLES = 32
@@ -33,9 +33,9 @@ def audit(
     data: Any,
     loss: LossLike = "cross_entropy",
     *,
-    measures: Iterable[str | Measure] | None = None,
+    measures: Selection = None,
     functions: Mapping[str, Function] | None = None,
-    elements: int = 3,
+    elements: int = 2,
     spread: float = 1e3,
     tolerances: Tolerances | None = None,
     curvature: MatrixName = "hessian",
@@ -62,10 +62,10 @@ def audit(
 
     Parameters
     ----------
-    model, data, loss, measures : as in `measure`. By default all measures but those that search
-        for a supremum (`bn_sharpness`, `delta_sharpness`, `sam_sharpness`, `adaptive_sharpness`),
-        which take many passes over the data for every rescaling: name them to have them audited.
-        An empty list leaves the functions alone. Eigenvalues are found to `tol=1e-6` or less.
+    model, data, loss, measures : as in `measure`, whose default holds here too: each rescaling
+        costs one sweep over the data. The other measures are rows that say what they cost
+        (`left_out`); "all" includes them, or name them. An empty list leaves the functions alone.
+        Eigenvalues are found to `tol=1e-6` or less, and their residuals count in the verdict.
     functions : a user's own measures by name, `f(model, data) -> float`. Each gets a copy of the
         model in float64 and evaluation mode, and the data in float64.
     elements : how many random rescalings of each kind. To them come the first one at smaller
@@ -93,8 +93,8 @@ def audit(
     settings = checked_settings(max_directions, memory_budget, "proof", tolerance)
     check_estimator(estimator)
     check_seed(seed)
-    with reporting(progress) as step:
-        step("symmetries", 0, 1)
+    with reporting(progress) as work:
+        work.at("symmetries", 0, 1)
         wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
         panel = Panel(
             data=data,
@@ -108,39 +108,32 @@ def audit(
             unpack=unpack,
             output=output,
             seed=seed,
+            work=work,
         )
-        step("the model itself", 0, 1)
-        before, skipped = _split(panel.read(wide), named=measures is not None)
+        kinds = families(panel.group)
+        planned = [t for f in kinds for t in trials(f, wide, _spreads(spread), elements, seed)]
+        work.at("the model itself", 0, 1)
+        named = measures is not None and measures != "all"
+        before, skipped = _split(panel.read(wide, announced=1 + len(planned)), named)
         ledger = Ledger(before, panel, wide, inputs, tolerances or Tolerances())
-        kinds = _try_all(ledger, elements, spread, step)
+        for index, trial in enumerate(planned):
+            work.at(f"{trial.kind}: {trial.name}", index + 1, len(planned) + 1)
+            ledger.add(trial)
     for warning in panel.warnings:
         warnings.warn(warning, stacklevel=2)
-    return ledger.audit(type(unwrap(model)).__name__, kinds, spread, skipped)
+    rest = left_out() if measures is None else {}
+    prices = {name: (1 + len(planned)) * price for name, price in rest.items()}
+    return ledger.audit(type(unwrap(model)).__name__, kinds, spread, skipped, prices)
 
 
-def _try_all(ledger: Ledger, elements: int, spread: float, step: Callback) -> list[Family]:
-    """Enter what every rescaling does; the families that they come from."""
-    panel = ledger.panel
-    kinds, spreads = families(panel.group), _spreads(spread)
-    planned = [t for f in kinds for t in trials(f, ledger.model, spreads, elements, panel.seed)]
-    for index, trial in enumerate(planned):
-        step(f"{trial.kind}: {trial.name}", index + 1, len(planned) + 1)
-        ledger.add(trial)
-    return kinds
-
-
-def _measures(
-    measures: Iterable[str | Measure] | None, functions: Mapping[str, Function]
-) -> Sequence[Measure]:
+def _measures(measures: Selection, functions: Mapping[str, Function]) -> Sequence[Measure]:
     for name, function in functions.items():
         if not callable(function):
             raise InvalidType(
                 "functions must map names to callables f(model, data). "
                 f"Got {type(function).__name__} for {name!r}."
             )
-    if measures is None:
-        measures = [name for name, kind in MEASURES.items() if not kind.searched]
-    elif not isinstance(measures, str):
+    if measures is not None and not isinstance(measures, str):
         measures = list(measures)
         if not measures and functions:
             return []

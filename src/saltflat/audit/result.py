@@ -10,9 +10,9 @@ from typing import Any, Literal, final
 
 from rich.table import Table
 
-from saltflat.errors import InvalidValue, nearest, optional
+from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import Measurement
-from saltflat.report import invariance, store
+from saltflat.report import ASK, invariance, store
 from saltflat.result import Results
 
 Verdict = Literal["invariant", "undecided", "moved"]
@@ -200,6 +200,7 @@ class Audit(Results[Audited]):
     spread : the largest factor, and 1/spread the least.
     elements : how many rescalings of each kind were applied.
     output_drift : the largest relative change of the outputs over all of them, in float64.
+    left_out : measures that nobody asked for, and their prices in gradients, for all rescalings.
 
     Examples
     --------
@@ -222,13 +223,19 @@ class Audit(Results[Audited]):
     tolerances: Tolerances
     model: str = ""
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Audited:
         if name in self.rows:
             return self.rows[name]
         if name in self.skipped:
-            raise KeyError(f"{name} does not apply: {self.skipped[name]}")
-        raise KeyError(f"{name!r} was not audited. {nearest(name, self.rows)}")
+            raise NotMeasured(f"{name} does not apply: {self.skipped[name]}")
+        if name in self.left_out:
+            raise NotMeasured(
+                f"{name} was not audited: it costs about {self.left_out[name]:.0f} gradients. "
+                f'Write sf.audit(model, data, measures=["{name}"]), or measures="all".'
+            )
+        raise NotMeasured(f"{name!r} was not audited. {nearest(name, self.rows)}")
 
     @property
     def ok(self) -> bool:
@@ -267,6 +274,9 @@ class Audit(Results[Audited]):
             table.add_row(row.name, f"{row.value:.5g}", *cells, verdict, row.promise)
         for name in self.skipped:
             table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
+        for name, price in self.left_out.items():
+            verdict = f"not computed, about {price:.0f} gradients"
+            table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK)
         reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
         table.caption = "\n".join([*self._legend(), *self.notes, *reasons])
         return table

@@ -31,7 +31,7 @@ from saltflat.curvature.loss_hessian import (
     output_products,
     output_units,
 )
-from saltflat.curvature.plan import Certify, Company, Settings
+from saltflat.curvature.plan import Certify, Company, Plan, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.proof import piecewise_linear
 from saltflat.curvature.rules import Safe
@@ -52,6 +52,7 @@ __all__ = [
     "Layer",
     "MatrixName",
     "Operator",
+    "Plan",
     "PropagatedCurvature",
     "Quantity",
     "Safe",

@@ -24,6 +24,7 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.work import PRODUCT, Callback, reporting
 
 
 def trace(
@@ -42,6 +43,7 @@ def trace(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    progress: bool | Callback | None = None,
 ) -> Trace:
     """The trace of every parameter's block of the Hessian (or of the Gauss–Newton matrix).
 
@@ -69,6 +71,7 @@ def trace(
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
     unpack, output : callables that split an item of the data, and choose the outputs.
+    progress : as in `measure`.
 
     Examples
     --------
@@ -83,7 +86,7 @@ def trace(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, seed, float))
+    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, seed, progress, float))
 
 
 def diagonal(
@@ -102,6 +105,7 @@ def diagonal(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    progress: bool | Callback | None = None,
 ) -> Diagonal:
     """The diagonal of the Hessian (or of the Gauss–Newton matrix), a tensor for every parameter.
 
@@ -116,7 +120,8 @@ def diagonal(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    return Diagonal(**_blocks(risk, "diagonal", curvature, estimator, settings, seed, Tensor.cpu))
+    parts = curvature, estimator, settings, seed, progress
+    return Diagonal(**_blocks(risk, "diagonal", *parts, Tensor.cpu))
 
 
 def eigenvalues(
@@ -134,6 +139,7 @@ def eigenvalues(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    progress: bool | Callback | None = None,
 ) -> Eigenvalues:
     """The k (algebraically) largest eigenvalues of the whole Hessian, or of one parameter's block.
 
@@ -171,7 +177,10 @@ def eigenvalues(
         raise InvalidValue(f"k must be at most {size}, the size of the matrix. Got {k}.")
     settings = checked_settings(1000, memory_budget, "proof")
     whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
-    with risk.session(), derivatives_explained():
+    # About ten products for every pair, and ten to begin with.
+    whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
+    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
+        risk.work.at("eigenvalues", 0, 1)
         pairs = whole.eigenpairs(names, k, tol)
     return Eigenvalues(tuple(Eigenvalue(*pair, curvature) for pair in pairs), curvature, block)
 
@@ -202,6 +211,7 @@ def max_eigenvalue(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    progress: bool | Callback | None = None,
 ) -> Eigenvalue:
     """The largest eigenvalue of the whole Hessian, or of the blocks in `parameters` together.
 
@@ -228,6 +238,7 @@ def max_eigenvalue(
         dtype=dtype,
         unpack=unpack,
         output=output,
+        progress=progress,
     )[0]
 
 
@@ -247,6 +258,7 @@ def density(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    progress: bool | Callback | None = None,
 ) -> Density:
     """The density of the eigenvalues of the Hessian, smoothed by a Gaussian kernel, with its error.
 
@@ -287,7 +299,9 @@ def density(
     names = _block(risk, block)
     settings = checked_settings(1000, memory_budget, "proof")
     whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
-    with risk.session(), derivatives_explained():
+    whole.foresee = partial(whole.announce, probes * steps * PRODUCT)
+    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
+        risk.work.at("density", 0, 1)
         rules = whole.quadratures(names, probes, steps)
     nodes, weights = zip(*rules, strict=True)
     reach = float(max(n.max() for n in nodes) - min(n.min() for n in nodes))
@@ -481,13 +495,17 @@ def _blocks(
     estimator: Estimator | None,
     settings: Settings,
     seed: int,
+    progress: bool | Callback | None,
     cast: Callable[[Tensor], Value],
 ) -> dict[str, Any]:
     """What a result holds."""
     check_estimator(estimator)
     whole = Curvature(risk, curvature, estimator, settings, check_seed(seed))
-    with risk.session(), derivatives_explained():
-        findings: Findings = whole.find(frozenset({kind}))
+    kinds = frozenset({kind})
+    whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
+    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
+        risk.work.at(kind, 0, 1)
+        findings: Findings = whole.find(kinds)
     for warning in findings.warnings:
         warnings.warn(warning, stacklevel=3)
     quantity = findings.quantities[kind]

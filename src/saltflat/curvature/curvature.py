@@ -8,11 +8,13 @@ and by products with random vectors for what that does not serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
-from math import isfinite, nan
+from math import ceil, isfinite, nan
+from time import perf_counter
 from typing import TypeVar, final
 
 import torch
@@ -42,16 +44,18 @@ from saltflat.curvature.plan import (
 )
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
-from saltflat.curvature.rules import LinearUse, Recorder
+from saltflat.curvature.rules import LinearUse, Recorder, Safe
 from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Tally
 from saltflat.curvature.spectrum import (
     Coordinates,
     Eigenpair,
     Gradients,
+    Images,
     Product,
     Quadrature,
-    StoreFull,
+    basis_bytes,
     eigenpairs,
+    largest_together,
     quadratures,
 )
 from saltflat.curvature.sweep import (
@@ -62,6 +66,8 @@ from saltflat.curvature.sweep import (
     ExactPass,
     Kind,
     Requests,
+    Store,
+    direction_price,
     feature_scale,
     fetched,
 )
@@ -73,7 +79,6 @@ from saltflat.losses import (
     Loss,
     NegativeLogLikelihood,
     describe,
-    divisor,
     leaves,
     own_parameters,
     refuse_parameters,
@@ -83,6 +88,7 @@ from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
 from saltflat.session import reduced_precision
+from saltflat.work import FORWARD, LONG
 
 Result = TypeVar("Result")
 
@@ -92,8 +98,13 @@ _GROUPS = 20
 _OWN_GROUPS = 16
 _OWN_PROBES = 32
 
+# A gradient is timed on so many samples.
+_TIMED = 16
+
 # Directions to be sent backwards for every block that is then spared its products.
 _WORTH = 8
+# Times the memory that gradients may take: more sweeps to keep them all are not worth it.
+_PORTIONS = 8
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
 
@@ -149,6 +160,7 @@ class Curvature:
     ----------
     matrix : whose it is: the Hessian, or the Gauss–Newton matrix ("ggn").
     warnings : what the user is to be told.
+    foresee : is called once, with the first batch and the plan, before any work is done.
     """
 
     def __init__(
@@ -164,6 +176,8 @@ class Curvature:
         self.risk, self.matrix, self.seed = risk, matrix, seed
         self.estimator, self.settings = estimator, settings or Settings()
         self.warnings: list[str] = []
+        self.foresee: Callable[[Batch, Plan], None] | None = None
+        self._looked = 0.0  # seconds
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
@@ -177,7 +191,9 @@ class Curvature:
         first = first or next(risk.batches())
         # One sample alone does not show whether samples depend on each other.
         several = first if first.size > 1 else _gather(risk, first, 4)
+        start = perf_counter()
         plan = plan_for(risk, several, certify)
+        self._looked = perf_counter() - start
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
         if self.loss is None:
@@ -186,6 +202,9 @@ class Curvature:
             few, outputs = halving(lambda most: _few(risk, first, most), wanted)
             self.loss = _classified(risk, outputs, few)
         self._read_likelihood(plan)
+        if (foresee := self.foresee) is not None:
+            self.foresee = None
+            foresee(first, plan)
         return plan
 
     def _read_likelihood(self, plan: Plan) -> None:
@@ -234,6 +253,43 @@ class Curvature:
         self._first = self._first or findings
         return findings
 
+    def price(self, kinds: frozenset[Kind], batch: Batch, plan: Plan) -> float:
+        """About what a search for these kinds costs, in gradients, as a look at the model tells."""
+        limit = self.settings.gradients if kinds else 0.0
+        if plan.coupled or not isinstance(self.loss, Loss):
+            return limit
+        like = torch.empty(batch.size, *plan.outputs, device="meta")
+        count = direction_count(self.loss, like, batch.targets)
+        crowded = count > self.settings.max_directions
+        swept = limit if crowded or not kinds else FORWARD + count * direction_price(kinds)
+        return swept + limit * (self.matrix == "hessian" and bool(plan.curved) and not crowded)
+
+    def announce(self, gradients: float, first: Batch, plan: Plan) -> None:
+        """Say how long so many gradients will take, if that is long and the data tell their size.
+
+        What a look at a few samples took is more than gradients of these take. Where that would
+        make it long, gradients are timed.
+        """
+        samples = self.risk.samples(first)
+        if samples is None or self.risk.work.silent:
+            return
+        each = self._looked / plan.samples
+        if gradients * samples * each > LONG:
+            size = first.size if plan.coupled else _TIMED
+            each = min(halving(lambda most: self._gradient(first, most), size) for _ in range(2))
+        self.risk.work.announce(gradients, samples, samples * each)
+
+    def _gradient(self, first: Batch, most: int) -> float:
+        """The seconds that a forward and a backward pass take, a sample."""
+        few, start = first.part(0, most), perf_counter()
+        with Safe():
+            outputs = self.risk.forward(few)
+        if outputs.requires_grad:
+            of = list(self.risk.parameters.values())
+            slopes = torch.autograd.grad(outputs.sum(), of, allow_unused=True)
+            sum(float(slope.sum()) for slope in slopes if slope is not None)  # wait for a GPU
+        return (perf_counter() - start) / few.size
+
     @property
     def first(self) -> Findings:
         """What the first sweep found; a look at the model, if nothing was asked for yet."""
@@ -263,40 +319,85 @@ class Curvature:
         return self._eigenpairs[key]
 
     def block_eigenvalues(self, names: Sequence[str], tol: float) -> dict[str, Eigenpair]:
-        """The largest eigenpair of every block: from one sweep where its gradients fit in memory.
+        """The largest eigenpair of every block.
 
-        Then products take no pass over the network. The other blocks go one by one.
+        Blocks that are Gauss–Newton ones share sweeps. Where the gradients of all samples fit in
+        memory, one sweep keeps them, and products take no pass over the network; a few sweeps
+        where they fit in portions. Otherwise all blocks' iterations advance together, a sweep a
+        step. The other blocks go one by one.
         """
         unknown = [name for name in names if ((name,), 1, tol) not in self._eigenpairs]
-        for name, product in (self._stored(unknown) if len(unknown) > 1 else {}).items():
-            space = Coordinates({name: self.risk.parameters[name]})
-            self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
+        if len(unknown) > 1:
+            self._by_sweeps(unknown, tol)
         return {name: self.largest_eigenvalue([name], tol) for name in names}
 
-    def _stored(self, names: Sequence[str]) -> dict[str, Product]:
-        """Products with blocks that are Gauss–Newton ones, from stored gradients; or none."""
+    def _by_sweeps(self, names: Sequence[str], tol: float) -> None:
+        """The eigenpairs of the blocks for which sweeps are worth it."""
         first = next(self.risk.batches())
         plan, hessian = self.look(first), self.matrix == "hessian"
         proved = [n for n in names if not hessian or n not in plan.curved]
-        fit = [name for name in proved if plan.rules[name] != GENERIC]
+        rest = [name for name in proved if plan.rules[name] != GENERIC]
         if plan.coupled or not isinstance(self.loss, Loss):
-            return {}
+            return
         like = torch.empty(first.size, *plan.outputs, device="meta")
         count = direction_count(self.loss, like, first.targets)
-        if not fit or count > min(_WORTH * len(fit), self.settings.max_directions):
-            return {}
+        if count > self.settings.max_directions:
+            return
         # As much as for the largest of models: this is no chunk, to stay near a processor's cache.
-        store = Gradients(self.settings.budget(self.risk.device, weights=1 << 40))
-        parts = self.risk, self.loss, dict.fromkeys(fit, _TRACE), self.settings
-        sweep = ExactPass(*parts, weights={}, must_be_linear=hessian, store=store)
-        try:
-            refutation = sweep.run(self.risk.batches())
-        except StoreFull:
-            return {}
-        if refutation:
-            return {}
-        scale, served = divisor(self.loss, sweep.normaliser), set(fit) - store.unserved
-        return {name: store.product(name, scale) for name in served}
+        budget = self.settings.budget(self.risk.device, weights=1 << 40)
+        while rest and count <= _WORTH * len(rest):
+            store = Gradients(budget)
+            sweep = self._swept(rest, store)
+            if sweep is None:
+                return
+            for name in set(rest) - store.unserved - store.dropped:
+                space = Coordinates(self._only([name]))
+                product = self._paid(store.product(name, sweep.divisor), sweep.samples, plan)
+                self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
+            kept, rest = len(rest) - len(store.dropped), [n for n in rest if n in store.dropped]
+            if not kept or sum(store.sizes[n] for n in rest) > _PORTIONS * budget:
+                break
+        share = max(1, ceil(count / _WORTH))
+        for portion in _portions(self._only(rest), budget):
+            if len(portion) >= share:
+                self._together(portion, tol)
+
+    def _together(self, names: Sequence[str], tol: float) -> None:
+        """The eigenpairs of some blocks, with one sweep for a step of all their iterations."""
+
+        def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            images = Images(vectors)
+            sweep = self._swept(list(vectors), images)
+            if sweep is None:
+                raise _Refuted
+            return images.products(sweep.divisor)
+
+        with suppress(_Refuted):
+            found = largest_together(products, self._only(names), tol, self.seed)
+            self._eigenpairs |= {((name,), 1, tol): pairs for name, pairs in found.items()}
+
+    def _paid(self, product: Product, samples: int, plan: Plan) -> Product:
+        """The same, counted. From stored gradients, a product with the block of every layer takes
+        about what two forward passes do."""
+        price = 2 * FORWARD / max(1, len(plan.matrices))
+
+        def apply(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            self.risk.work.add(samples, price)
+            return product(vector)
+
+        return apply
+
+    def _swept(self, names: Sequence[str], store: Store) -> ExactPass | None:
+        """One sweep for what a store makes of it, or None if a chunk shows that the blocks are not
+        Gauss–Newton ones."""
+        assert isinstance(self.loss, Loss)
+        parts = self.risk, self.loss, dict.fromkeys(names, _TRACE), self.settings
+        linear = self.matrix == "hessian"
+        sweep = ExactPass(*parts, weights={}, must_be_linear=linear, store=store)
+        return None if sweep.run(self.risk.batches()) else sweep
+
+    def _only(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self.risk.parameters[name] for name in names}
 
     def quadratures(self, names: Sequence[str], probes: int, steps: int) -> list[Quadrature]:
         """Nodes and weights of the spectrum that random vectors see, of the blocks together."""
@@ -735,6 +836,24 @@ class _Search:
         for part in (quantity.values, quantity.errors, quantity.draws):
             part.update({name: value.cpu().double() for name, value in part.items()})
         self.findings.quantities.setdefault(kind, Quantity({})).add(quantity)
+
+
+class _Refuted(Exception):
+    """A sweep found that blocks are not what they seemed; for `_together`."""
+
+
+def _portions(parameters: Mapping[str, Tensor], budget: int) -> Iterator[list[str]]:
+    """Names of parameters whose iterations fit in memory together, or of one that does not."""
+    portion, size = list[str](), 0
+    for name, p in parameters.items():
+        own = basis_bytes(p.numel())
+        if portion and size + own > budget:
+            yield portion
+            portion, size = [], 0
+        portion.append(name)
+        size += own
+    if portion:
+        yield portion
 
 
 def _of_products(given: Estimator | None, seed: int) -> Hutchinson:

@@ -28,6 +28,7 @@ from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.memory import halving
 from saltflat.risk import Batch, Risk, join
+from saltflat.work import PRODUCT
 
 MatrixName = Literal["hessian", "ggn"]
 Vector = Mapping[str, Tensor]
@@ -112,6 +113,7 @@ class Products:
                 image = output_product(loss.total, outputs, batch.targets, tangent)
                 parts = self._grad(outputs, image)
             _accumulate(sums, parts)
+            self.risk.work.add(batch.size, PRODUCT)
         if additivity is not None:
             if not additivity.holds_together():
                 raise _Refuted(Refutation(joint=True))
@@ -144,6 +146,7 @@ class Products:
             _accumulate(sums, self._grad(o, image[rows]))
             if self.matrix == "hessian":
                 _accumulate(sums, self._twice((slope[rows] * o).sum(), v))
+            self.risk.work.add(batch.size, PRODUCT)
         return sums
 
     def _chunks(self) -> Iterator[Batch]:

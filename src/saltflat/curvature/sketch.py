@@ -429,7 +429,9 @@ class Estimation:
             done, refutation = self._pass(sketch)
             if refutation is not None:
                 return refutation
-            self.spent += _SETUP + len(draws) * ways.cost(self._draws_loss)
+            price = _SETUP + len(draws) * ways.cost(self._draws_loss)
+            self.spent += price
+            self.risk.work.add(done.samples, price)
             tally.add(done, self.groups)
             checkpoint += 1
             if self.fixed is None and self._reached(tally, gauss_newton, checkpoint):

@@ -9,6 +9,7 @@ coarse answer then costs what a fine one does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, final
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saltflat.checks import check_number
-from saltflat.curvature.contractions import Layout, Lookup, Term
+from saltflat.curvature.contractions import Layout, Lookup, Outer, Term
 from saltflat.errors import SaltflatError
 
 Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -212,15 +213,26 @@ def iterate(directions: Directions, k: int, tol: float) -> Iteration[tuple[_Pair
     return found, residuals
 
 
+def drive_together(
+    iterations: Mapping[str, Iteration[Result]],
+    apply: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> dict[str, Result]:
+    """Give several iterations the images that they ask for, those of a round all at once."""
+    vectors = {name: next(each) for name, each in iterations.items()}
+    results: dict[str, Result] = {}
+    while vectors:
+        images, vectors = apply(vectors), {}
+        for name, image in images.items():
+            try:
+                vectors[name] = iterations[name].send(image)
+            except StopIteration as end:
+                results[name] = end.value
+    return results
+
+
 def drive(iteration: Iteration[Result], apply: Flat) -> Result:
-    """Give an iteration the images that it asks for."""
-    try:
-        vector = next(iteration)
-        while True:
-            vector = iteration.send(apply(vector))
-    except StopIteration as end:
-        result: Result = end.value
-        return result
+    """Give one iteration the images that it asks for."""
+    return drive_together({"": iteration}, lambda vectors: {"": apply(vectors[""])})[""]
 
 
 def eigenpairs(
@@ -230,8 +242,40 @@ def eigenpairs(
     check_number("tol", tol)
     directions = Directions(space.size, seed, space.device)
     found, residuals = drive(iterate(directions, k, tol), space.flat(product))
+    return _as_eigenpairs(space, found, residuals)
+
+
+def _as_eigenpairs(
+    space: Coordinates, found: _Pairs, residuals: list[float]
+) -> tuple[Eigenpair, ...]:
     vectors = map(space.split, found.vectors)
     return tuple(zip(found.values.tolist(), residuals, vectors, strict=True))
+
+
+def largest_together(
+    products: Product, like: Mapping[str, Tensor], tol: float, seed: int
+) -> dict[str, tuple[Eigenpair, ...]]:
+    """The largest eigenpair of every block of a matrix whose other blocks are zero.
+
+    `products` is given vectors for some of the blocks. The iterations advance together, so that
+    one call serves all that have not ended.
+    """
+    check_number("tol", tol)
+    spaces = {name: Coordinates({name: p}) for name, p in like.items()}
+
+    def apply(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        images = products({name: spaces[name].split(v)[name] for name, v in vectors.items()})
+        return {name: spaces[name].join(images) for name in vectors}
+
+    found = drive_together(
+        {n: iterate(Directions(s.size, seed, s.device), 1, tol) for n, s in spaces.items()}, apply
+    )
+    return {name: _as_eigenpairs(spaces[name], *found[name]) for name in spaces}
+
+
+def basis_bytes(size: int) -> int:
+    """What the basis of an iteration takes, if it needs no more vectors than the fewest."""
+    return 8 * size * min(size, _FEWEST)
 
 
 def quadrature(start: Tensor, steps: int) -> Iteration[Quadrature]:
@@ -251,10 +295,6 @@ def quadratures(
     """Those of random unit vectors, whose mean over all vectors is Tr f(H) / size."""
     directions, apply = Directions(space.size, seed, space.device), space.flat(product)
     return [drive(quadrature(directions.draw(), steps), apply) for _ in range(probes)]
-
-
-class StoreFull(Exception):
-    """The gradients of all samples do not fit into memory."""
 
 
 @final
@@ -291,50 +331,71 @@ class _Factored:
         return self.layout.assemble(torch.einsum("ngat,ngbt->gab", pulled, self.right))
 
 
+def _written(term: Term, sign: Tensor | None) -> _Matrix:
+    gradient = term.gradient().detach()
+    return _Matrix(gradient.reshape(gradient.shape[:2].numel(), -1), sign)
+
+
+def _factored(outer: Outer, sign: Tensor | None) -> _Factored:
+    left = outer.left
+    stacked = left if isinstance(left, Tensor) else torch.stack(list(left))
+    return _Factored(stacked.detach(), outer.right.detach(), outer.layout, sign)
+
+
 @final
 class Gradients:
     """The gradients of all samples and directions, in the smaller form, up to so many bytes.
 
     With C = Σ G Gᵀ over them, a product with a block of C takes no pass over the network.
     `unserved` are parameters whose gradients are not kept: rows of a table, mostly zeros.
+    `sizes` are the bytes of all others', also where they do not fit (`dropped`: the largest ones).
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._chunks: dict[tuple[int, int], list[tuple[str, _Matrix | _Factored]]] = {}
-        self._bytes: dict[tuple[int, int], int] = {}
+        self._added = Counter[str]()  # bytes of the chunk at hand
+        self.sizes = Counter[str]()
         self.unserved: set[str] = set()
+        self.dropped: set[str] = set()
 
     def begin(self, index: int, first: int) -> None:
-        self._place = index, first
-        self._chunks[self._place], self._bytes[self._place] = [], 0
+        if (index, first) in self._chunks:
+            self.sizes -= self._added
+        self._place, self._added = (index, first), Counter()
+        self._chunks[self._place] = []
 
     def add(self, name: str, term: Term, sign: Tensor | None) -> None:
         if isinstance(term, Lookup):
             self.unserved.add(name)
-        else:
-            self._chunks[self._place].append((name, self._kept(term, sign)))
-
-    def _kept(self, term: Term, sign: Tensor | None) -> _Matrix | _Factored:
+            return
         outer = term.outer()
-        if outer is not None:
-            left, right = outer.left, outer.right.detach()
+        if outer is None:
+            rows = _written(term, sign)
+            self._reserve(name, rows.rows.numel() * rows.rows.element_size())
+            matrix: _Matrix | _Factored = rows
+        else:
+            left, right = outer.left, outer.right
             count, (n, groups, a, positions), b = len(left), left[0].shape, right.shape[2]
             factored, written = positions * (count * a + b), count * a * b
-            self._reserve(n * groups * min(factored, written) * right.element_size())
-            if factored <= written:
-                stacked = left if isinstance(left, Tensor) else torch.stack(list(left))
-                return _Factored(stacked.detach(), right, outer.layout, sign)
-        gradient = term.gradient().detach()
-        rows = gradient.reshape(gradient.shape[:2].numel(), -1)
-        if outer is None:
-            self._reserve(rows.numel() * rows.element_size())
-        return _Matrix(rows, sign)
+            self._reserve(name, n * groups * min(factored, written) * right.element_size())
+            if name in self.dropped:
+                return
+            matrix = _factored(outer, sign) if factored <= written else _written(term, sign)
+        if name not in self.dropped:
+            self._chunks[self._place].append((name, matrix))
 
-    def _reserve(self, size: int) -> None:
-        self._bytes[self._place] += size
-        if sum(self._bytes.values()) > self._budget:
-            raise StoreFull
+    def _reserve(self, name: str, size: int) -> None:
+        """Make room, by what takes the most."""
+        self._added[name] += size
+        self.sizes[name] += size
+        kept = {n: each for n, each in self.sizes.items() if n not in self.dropped}
+        while sum(kept.values()) > self._budget:
+            largest = max(kept, key=lambda n: kept[n])
+            self.dropped.add(largest)
+            del kept[largest]
+            for place, parts in self._chunks.items():
+                self._chunks[place] = [(n, part) for n, part in parts if n != largest]
 
     def product(self, name: str, scale: float) -> Product:
         """With one parameter's block of C / scale."""
@@ -347,3 +408,34 @@ class Gradients:
             return {name: total / scale}
 
         return apply
+
+
+@final
+class Images:
+    """Products of a vector for each of some blocks with these, as a sweep goes on: none is kept."""
+
+    def __init__(self, vectors: Mapping[str, Tensor]) -> None:
+        self._vectors = vectors
+        self._place = -1, -1
+        self._pending: dict[str, Tensor] = {}
+        self._sums = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in vectors.items()}
+
+    def begin(self, index: int, first: int) -> None:
+        if self._place != (index, first):
+            self._commit()
+        self._place, self._pending = (index, first), {}
+
+    def add(self, name: str, term: Term, sign: Tensor | None) -> None:
+        outer = term.outer()
+        matrix = _written(term, sign) if outer is None else _factored(outer, sign)
+        image = matrix(self._vectors[name]).double()
+        self._pending[name] = self._pending.get(name, 0.0) + image
+
+    def _commit(self) -> None:
+        for name, image in self._pending.items():
+            self._sums[name] += image
+
+    def products(self, scale: float) -> dict[str, Tensor]:
+        """Once the sweep is over."""
+        self._commit()
+        return {name: total / scale for name, total in self._sums.items()}

@@ -43,6 +43,7 @@ from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, div
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
 from saltflat.session import full_precision, reduced_precision
+from saltflat.work import FORWARD
 
 Kind = Literal[
     "trace",
@@ -99,6 +100,17 @@ def reduce(
     if "fisher" in kinds:
         assert weight is not None
         yield "fisher", (term.diagonal(sign).double() * weight.values.double().square()).sum()
+
+
+# What a direction costs that is sent backwards, in gradients: the pass itself, then the squares of
+# single entries, and each form.
+_DIRECTION, _ENTRIES, _FORM = 0.35, 0.4, 0.6
+
+
+def direction_price(kinds: frozenset[Kind]) -> float:
+    """What a direction costs with all that is made of it, in gradients."""
+    entries = kinds & {"diagonal", "magnitude", "fisher"}
+    return _DIRECTION + _ENTRIES * bool(entries) + _FORM * len(kinds & FORMS.keys())
 
 
 # Below this many entries a direction, on a CPU, the overhead of separate backward passes is
@@ -503,9 +515,14 @@ class ExactPass(Pass):
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.wants(CURVATURE)))
 
+    @property
+    def divisor(self) -> float:
+        """What sums over all samples are to be divided by."""
+        return divisor(self.loss, self.normaliser)
+
     def values(self) -> dict[tuple[Kind, str], Tensor]:
         """Σ over all samples, divided by the loss's normaliser."""
-        scale = divisor(self.loss, self.normaliser)
+        scale = self.divisor
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
         return {
@@ -517,6 +534,8 @@ class ExactPass(Pass):
         }
 
     def measure(self, chunk: Chunk) -> Refutation | None:
+        work, size = self.risk.work, chunk.batch.size
+        work.add(size, FORWARD)
         if self.store is not None:
             self.store.begin(chunk.index, chunk.first)
         if self.wants(CURVATURE):
@@ -527,6 +546,8 @@ class ExactPass(Pass):
             names = frozenset(self.wants(kinds))
             live = live_uses(chunk.uses, chunk.plan, names)
             arrived = backward(chunk.outputs, live, chunk.plan, columns)
+            made = frozenset[Kind]().union(*self.requests.values()) & kinds
+            work.add(size, len(columns) * direction_price(made))
             with torch.no_grad():
                 for name, term in self.terms(chunk, live, arrived, names):
                     self._add(name, term, sign, kinds)

@@ -59,7 +59,8 @@ def run(console: Console) -> None:
                 step, done = sgd(model), lambda loss: loss < 0.01
                 train(model, train_x, labels, step, epochs=300, seed=seed, stop=done)
                 gap = accuracy(model, train_x, labels) - accuracy(model, test_x, test_y)
-                report = sf.measure(model, (train_x, labels), progress=False, seed=seed)
+                data = train_x, labels
+                report = sf.measure(model, data, measures="all", progress=False, seed=seed)
                 rows.append((share, gap, report))
                 progress.advance(task)
     console.print(table(rows))

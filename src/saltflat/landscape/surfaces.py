@@ -18,6 +18,7 @@ from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
+from saltflat.work import FORWARD
 
 Vector = Mapping[str, Tensor]
 Gradient = dict[str, Tensor]
@@ -87,6 +88,7 @@ class Surface(ABC):
     def _forward(self, batch: Batch) -> Tensor:
         with Safe():
             outputs = self.risk.forward(batch)
+        self.risk.work.add(batch.size, FORWARD)
         if not self._checked:
             self.risk.check(outputs, batch)
         return outputs
@@ -100,12 +102,16 @@ class Surface(ABC):
         self._checked = True
         return value
 
-    def _add(self, sums: Gradient, of: Tensor, cotangent: Tensor | None = None) -> None:
+    def _add(
+        self, sums: Gradient, samples: int, of: Tensor, cotangent: Tensor | None = None
+    ) -> None:
+        """Add the gradient of what came of so many samples."""
         if not of.requires_grad:
             return
         parts = torch.autograd.grad(
             of, list(self.parameters.values()), cotangent, allow_unused=True
         )
+        self.risk.work.add(samples, 1 - FORWARD)
         for total, part in zip(sums.values(), parts, strict=True):
             if part is not None:
                 total += part
@@ -163,7 +169,7 @@ class Landscape(Surface):
             normaliser += loss.normaliser(outputs, batch.targets)
             value += total.item()
             if sums is not None:
-                self._add(sums, total)
+                self._add(sums, batch.size, total)
         scale = divisor(loss, normaliser)
         for entry in (sums or {}).values():
             entry /= scale
@@ -187,7 +193,8 @@ class Landscape(Surface):
         (slope,) = torch.autograd.grad(value, o)
         first = 0
         for batch in self._chunks():
-            self._add(sums, self._forward(batch), slope[first : first + batch.size])
+            outputs = self._forward(batch)
+            self._add(sums, batch.size, outputs, slope[first : first + batch.size])
             first += batch.size
         return value.item()
 
@@ -218,7 +225,7 @@ class BatchLandscape(Surface):
                         outputs = self._forward(batch)
                     one = _batch_loss(self.risk.loss, outputs, batch.targets)
                     if sums is not None:
-                        self._add(sums, one)
+                        self._add(sums, batch.size, one)
                 value += one.item()
             except RuntimeError as error:
                 if out_of_memory(error):

@@ -6,7 +6,7 @@ from saltflat.curvature import Layer, Quantity
 from saltflat.errors import NotApplicable
 from saltflat.measurement import EVERY_RESCALING, Symmetry
 from saltflat.measures.ball_sharpness import AdaptiveSharpness, DeltaSharpness, SamSharpness
-from saltflat.measures.base import Context, Measure, Need
+from saltflat.measures.base import INCLUDED, Context, Cost, Measure, Need
 from saltflat.measures.bn_sharpness import BNSharpness
 from saltflat.measures.fisher_rao_norm import FisherRaoNorm
 from saltflat.measures.hessian import HessianMaxEigenvalue, HessianTrace
@@ -40,24 +40,26 @@ MEASURES: dict[str, type[Measure]] = {
 
 
 def table() -> str:
-    """The catalogue in Markdown: names, formulas, invariance and sources, as the classes say."""
-    rows = ["| measure | formula | invariant to | from |", "|---|---|---|---|"]
+    """The catalogue in Markdown: names, formulas, costs in gradients, invariance and sources."""
+    rows = ["| measure | formula | cost | invariant to | from |", "|---|---|---:|---|---|"]
     for name, kind in MEASURES.items():
         everything = kind.invariant_to == EVERY_RESCALING
         moves = [each for each in get_args(Symmetry) if each in kind.invariant_to]
         invariant = "every rescaling" if everything else ", ".join(moves) or "nothing"
         source = ", ".join(filter(None, (kind.paper, kind.equation)))
-        rows.append(
-            f"| `{name}` | {kind.title.replace('|', chr(92) + '|')} | {invariant} | {source} |"
-        )
+        cost = "sweep" if kind.cost == "sweep" else f"{kind().price():.0f}"
+        title = kind.title.replace("|", chr(92) + "|")
+        rows.append(f"| `{name}` | {title} | {cost} | {invariant} | {source} |")
     return "\n".join(rows)
 
 
 __all__ = [
+    "INCLUDED",
     "MEASURES",
     "AdaptiveSharpness",
     "BNSharpness",
     "Context",
+    "Cost",
     "DeltaSharpness",
     "DirectObjective",
     "FisherRaoNorm",

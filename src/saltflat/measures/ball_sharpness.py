@@ -9,7 +9,8 @@ from typing import ClassVar, final
 from saltflat.errors import InvalidValue, NotApplicable
 from saltflat.landscape import Ball, Neighbourhood, check_search
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need
+from saltflat.measures.base import Context, Cost, Measure, Need
+from saltflat.work import FORWARD
 
 
 @final
@@ -27,6 +28,7 @@ class DeltaSharpness(Measure):
     equation: ClassVar[str] = "(1) of Yi et al. 2019"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    cost: ClassVar[Cost] = "perturbations"
     searched: ClassVar[bool] = True
 
     delta: float = 1e-3
@@ -35,6 +37,9 @@ class DeltaSharpness(Measure):
 
     def __post_init__(self) -> None:
         check_search(self.delta, "delta", self.steps, self.restarts)
+
+    def price(self) -> float:
+        return ascent_price(self.steps, self.restarts)
 
     def compute(self, context: Context) -> Measurement:
         growth = _around(context, Ball(self.delta)).worst(self.steps, self.restarts)
@@ -63,6 +68,7 @@ class SamSharpness(Measure):
     equation: ClassVar[str] = "section 2"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    cost: ClassVar[Cost] = "perturbations"
     searched: ClassVar[bool] = True
 
     rho: float = 0.05
@@ -73,6 +79,9 @@ class SamSharpness(Measure):
 
     def __post_init__(self) -> None:
         check_search(self.rho, "rho", self.steps, self.restarts, self.draws)
+
+    def price(self) -> float:
+        return _price(self)
 
     def compute(self, context: Context) -> Measurement:
         return _growth(self, _around(context, Ball(self.rho)))
@@ -94,6 +103,7 @@ class AdaptiveSharpness(Measure):
     equation: ClassVar[str] = "definition 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
+    cost: ClassVar[Cost] = "perturbations"
     searched: ClassVar[bool] = True
 
     rho: float = 0.5
@@ -108,6 +118,9 @@ class AdaptiveSharpness(Measure):
         if self.p not in (2.0, inf):
             raise InvalidValue(f"p must be 2 or math.inf. Got {self.p!r}.")
 
+    def price(self) -> float:
+        return _price(self)
+
     def compute(self, context: Context) -> Measurement:
         return _growth(self, _around(context, Ball(self.rho, self.p), adaptive=True))
 
@@ -115,6 +128,18 @@ class AdaptiveSharpness(Measure):
 def _around(context: Context, ball: Ball, *, adaptive: bool = False) -> Neighbourhood:
     """Only weight matrices move: biases and normalisation parameters do not."""
     return Neighbourhood(context.landscape(), ball, seed=context.seed, adaptive=adaptive)
+
+
+def ascent_price(steps: int, restarts: int) -> float:
+    """One gradient where the weights are, then `steps` of them from every start."""
+    return 1.0 + steps * (1 + restarts)
+
+
+def _price(measure: SamSharpness | AdaptiveSharpness) -> float:
+    """A pair of forward passes for every draw of an average."""
+    if measure.average:
+        return (1 + 2 * measure.draws) * FORWARD
+    return ascent_price(measure.steps, measure.restarts)
 
 
 def _growth(measure: SamSharpness | AdaptiveSharpness, around: Neighbourhood) -> Measurement:

@@ -18,6 +18,18 @@ from saltflat.symmetries import Group, symmetries
 # The tolerance of eigenvalues that are to be told from moved ones.
 COMPARED = 1e-6
 
+# What a measure costs: its share of one sweep over the data, which serves every measure of that
+# class; eigenvalues by Lanczos iteration; or passes at perturbed weights.
+Cost = Literal["sweep", "eigenvalues", "perturbations"]
+
+# What is computed unless something else is asked for. On a network that is proved piecewise linear,
+# with ten outputs a sample, it takes at most 60 gradients together (`bench/prices.py` times it).
+INCLUDED: frozenset[Cost] = frozenset({"sweep"})
+
+# The price, in gradients, of the largest eigenvalue of every layer of such a network, or of all
+# parameters together.
+EIGENVALUES = 60.0
+
 # A kind of curvature, or "passes": further passes over the data with other parameters.
 Need = Kind | Literal["passes"]
 
@@ -92,6 +104,7 @@ class Measure(ABC):
     equation: ClassVar[str]
     needs: ClassVar[frozenset[Need]]
     invariant_to: ClassVar[frozenset[Symmetry]]
+    cost: ClassVar[Cost] = "sweep"
     needs_layers: ClassVar[bool] = True  # without a weight matrix there is nothing to measure
     searched: ClassVar[bool] = False  # a supremum, searched for by many passes over the data
     batch_statistics: ClassVar[bool] = False  # BatchNorm takes them, and its eps is felt
@@ -118,6 +131,11 @@ class Measure(ABC):
     def chosen(self, layers: Sequence[Layer]) -> Layer | None:
         """The layer that it is of, if it is of one, and if that is among these."""
         return None
+
+    def price(self) -> float:
+        """What these settings take beyond the sweep, in gradients: forward and backward passes over
+        the same data. Fixed, not timed; on a network that is proved piecewise linear."""
+        return 0.0
 
     def for_comparison(self) -> Self:
         """The same, as exact as it takes to see whether it moves with a rescaling."""

@@ -26,7 +26,7 @@ from saltflat.landscape import (
     near_rounding,
 )
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import Context, Measure, Need
+from saltflat.measures.base import Context, Cost, Measure, Need
 from saltflat.risk import Risk
 
 
@@ -53,6 +53,7 @@ class BNSharpness(Measure):
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})
+    cost: ClassVar[Cost] = "perturbations"
     searched: ClassVar[bool] = True
     batch_statistics: ClassVar[bool] = True
 
@@ -68,6 +69,11 @@ class BNSharpness(Measure):
         check_number("p", self.p, least=1)
         check_integer("nodes", self.nodes)
         check_choice("strategy", self.strategy, ("ascent", "small_delta"))
+
+    def price(self) -> float:
+        """A gradient at every node, on both sides, for every step of the search."""
+        steps = self.steps * (1 + self.restarts) if self.strategy == "ascent" else 0
+        return 1.0 + 2 * self.nodes * steps
 
     def compute(self, context: Context) -> Measurement:
         fed = feeding(context.risk, context.layers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self, final
 
 from saltflat.measurement import Measurement, Symmetry
-from saltflat.measures.base import COMPARED, Context, Measure, Need
+from saltflat.measures.base import COMPARED, EIGENVALUES, Context, Cost, Measure, Need
 
 
 @final
@@ -50,9 +50,13 @@ class HessianMaxEigenvalue(Measure):
     title: ClassVar[str] = "λ_max(H)"
     paper: ClassVar[str] = "Keskar et al. 2017; Yao et al. 2018"
     equation: ClassVar[str] = ""
+    cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
     needs_layers: ClassVar[bool] = False
+
+    def price(self) -> float:
+        return EIGENVALUES
 
     def for_comparison(self) -> Self:
         return replace(self, tol=min(self.tol, COMPARED))

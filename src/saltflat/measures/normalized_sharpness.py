@@ -24,6 +24,7 @@ from saltflat.landscape import Point, check_draws, gaussian
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need
 from saltflat.measures.cross_fit import NOTE, CrossFit, Line, evaluated, partial_means, root_bound
+from saltflat.work import FORWARD
 
 
 @final
@@ -59,6 +60,9 @@ class NormalizedSharpness(Measure):
 
     def required(self) -> frozenset[Need]:
         return self.needs if self.strategy is None else frozenset({"passes"})
+
+    def price(self) -> float:
+        return 0.0 if self.strategy is None else self.strategy.price()
 
     def compute(self, context: Context) -> Measurement:
         if self.strategy is None:
@@ -293,6 +297,9 @@ class PaperRecipe:
     steps: int = 1000
     lr: float = 1e-3
 
+    def price(self) -> float:
+        return 2.0 * self.draws
+
     def fields(self, context: Context, lam: float) -> dict[str, Any]:
         """For a measurement."""
         diagonal = stochastic_diagonal(context, self.draws, self.radius, context.seed)
@@ -325,6 +332,9 @@ class DirectObjective:
     steps: int = 200
     draws: int = 64
     lr: float = 0.1
+
+    def price(self) -> float:
+        return 2 * self.steps + (1 + 2 * self.draws) * FORWARD
 
     def fields(self, context: Context, lam: float) -> dict[str, Any]:
         """For a measurement."""

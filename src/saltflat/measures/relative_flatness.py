@@ -12,7 +12,7 @@ from saltflat.checks import check_choice
 from saltflat.curvature import Kind, Layer, Quantity
 from saltflat.errors import InvalidValue, NotApplicable, nearest
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.measures.base import COMPARED, Context, Measure, Need
+from saltflat.measures.base import COMPARED, EIGENVALUES, Context, Cost, Measure, Need
 
 
 @final
@@ -37,8 +37,12 @@ class Kappa(Measure):
     title: ClassVar[str] = "Σ_l ‖W_l‖² λ_max(H_l)"
     paper: ClassVar[str] = "Petzka et al. 2019"
     equation: ClassVar[str] = "Definition 1 and Table 1, κ"
+    cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
+
+    def price(self) -> float:
+        return EIGENVALUES
 
     def for_comparison(self) -> Self:
         return replace(self, tol=min(self.tol, COMPARED))

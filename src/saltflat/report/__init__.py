@@ -2,6 +2,6 @@
 
 from saltflat.report import store
 from saltflat.report.provenance import Provenance, provenance
-from saltflat.report.report import Comparison, Report, invariance
+from saltflat.report.report import ASK, Comparison, Report, invariance
 
-__all__ = ["Comparison", "Provenance", "Report", "invariance", "provenance", "store"]
+__all__ = ["ASK", "Comparison", "Provenance", "Report", "invariance", "provenance", "store"]

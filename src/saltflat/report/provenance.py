@@ -24,7 +24,11 @@ from saltflat.version import __version__
 @final
 @dataclass(frozen=True)
 class Provenance:
-    """What was measured, on what, how, and with what."""
+    """What was measured, on what, how, and with what.
+
+    `seconds` are what each step took. `gradients` are its passes over the data, counted at fixed
+    prices (see `saltflat.work`): "curvature" is shared by all measures, theirs come on top.
+    """
 
     model: str
     model_hash: str
@@ -43,13 +47,23 @@ class Provenance:
     certified: bool
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
     created: str = ""
 
 
 def provenance(
-    risk: Risk, certificate: Certificate, curvature: str, seed: int, seconds: Mapping[str, float]
+    risk: Risk,
+    certificate: Certificate | None,
+    curvature: str,
+    seed: int,
+    seconds: Mapping[str, float],
+    spent: Mapping[str, float],
 ) -> Provenance:
-    """Of what was measured just now, inside the session of the risk."""
+    """Of what was measured just now, inside the session of the risk.
+
+    `spent` is in gradients of one sample.
+    """
+    assert certificate is not None, "a sweep comes with one"
     seen = risk.watched.first
     if seen is None:  # no measure needed a whole pass
         for _ in risk.batches():
@@ -81,6 +95,7 @@ def provenance(
             "python": platform.python_version(),
         },
         seconds={step: round(s, 6) for step, s in seconds.items()},
+        gradients={step: round(each / seen.samples, 3) for step, each in spent.items()},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

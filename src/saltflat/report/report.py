@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, nan
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 from rich.markup import escape
 from rich.table import Table
 
-from saltflat.errors import InvalidValue, nearest, optional
+from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.report import store
 from saltflat.report.provenance import Provenance
@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, repr=False)
 class Report(Results[Measurement]):
-    """Measurements by name; `skipped` says why a measure is not among them.
+    """Measurements by name.
+
+    `skipped` says why a measure is not among them. `left_out` are those that nobody asked for and
+    that are not computed unasked, with their prices in gradients.
+
+    The column "cost, gradients" holds what was spent: passes over the data, counted at fixed prices
+    (see `saltflat.work`), a gradient being one forward and one backward pass. The sweep that
+    measures share stands once, in the last row; what a measure took besides is in its own.
 
     Examples
     --------
@@ -41,13 +48,19 @@ class Report(Results[Measurement]):
     skipped: Mapping[str, str]
     provenance: Provenance
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Measurement:
         if name in self.measurements:
             return self.measurements[name]
         if name in self.skipped:
-            raise KeyError(f"{name} was not measured: {self.skipped[name]}")
-        raise KeyError(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
+            raise NotMeasured(f"{name} was not measured: {self.skipped[name]}")
+        if name in self.left_out:
+            raise NotMeasured(
+                f"{name} was not computed: it costs about {self.left_out[name]:.0f} gradients. "
+                f'Write sf.measure(model, data, measures=["{name}"]), or measures="all".'
+            )
+        raise NotMeasured(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
 
     def save(self, path: str | Path) -> Path:
         """Write the report to a .json file, whole or not at all."""
@@ -60,7 +73,8 @@ class Report(Results[Measurement]):
         return store.decoded(cls, store.read(path), complaint, _upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row a measure; one that was skipped has the value NaN, and says why."""
+        """One row a measure; one that was skipped or left out has the value NaN, and says why."""
+        spent = self.provenance.gradients
         rows = [
             {
                 "measure": m.name,
@@ -71,11 +85,15 @@ class Report(Results[Measurement]):
                 "gap": m.gap,
                 "bound": m.bound,
                 "invariant_to": ", ".join(sorted(m.invariant_to)),
+                "cost_gradients": spent.get(m.name, nan),
             }
             for m in self.values()
         ]
         for name, reason in self.skipped.items():
             rows.append({"measure": name, "value": nan, "skipped": reason})
+        for name, price in self.left_out.items():
+            word = f"not computed: {ASK}"
+            rows.append({"measure": name, "value": nan, "skipped": word, "cost_gradients": price})
         frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(rows)
         return frame.set_index("measure")
 
@@ -110,19 +128,36 @@ class Report(Results[Measurement]):
         table.add_column("measure", no_wrap=True)
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("certainty", no_wrap=True)
+        table.add_column("cost, gradients", justify="right")
         table.add_column("invariant to")
         table.add_column("with")
         for m in self.values():
-            kinds = invariance(m.invariant_to)
-            table.add_row(m.name, f"{m.value:.6g}", m.certainty, kinds, escape(_settings(m)))
+            kinds, cost = invariance(m.invariant_to), _gradients(p.gradients.get(m.name))
+            row = m.name, f"{m.value:.6g}", m.certainty, cost, kinds
+            table.add_row(*row, escape(_settings(m)))
         for name, reason in self.skipped.items():
-            table.add_row(name, "–", "[dim]does not apply[/]", "", escape(reason))
+            table.add_row(name, "–", "[dim]does not apply[/]", "", "", escape(reason))
+        for name, price in self.left_out.items():
+            words = "[dim]not computed[/]", f"about {price:.0f}", "", ASK
+            table.add_row(name, "–", *words)
+        if p.gradients:
+            table.add_section()
+            table.add_row("shared by all", "", "", _gradients(p.gradients["curvature"]), "", "")
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
         table.caption = escape("\n".join([*self.notes, *notes])) or None
         return table
 
     def _width(self) -> int:
-        return 120
+        return 130
+
+
+# What is to be written for a measure that was left out.
+ASK = 'measures="all"'
+
+
+def _gradients(count: float | None) -> str:
+    """A number of gradients; nothing for what is made of what is shared."""
+    return "" if not count else f"{count:.1f}" if count < 10 else f"{count:.0f}"
 
 
 # What must be equal for numbers to be comparable, and how to say that it is not.
@@ -173,6 +208,13 @@ class Comparison(Results[Report]):
         """Names of the measures that any report has."""
         return list(dict.fromkeys(name for report in self.values() for name in report))
 
+    @property
+    def left_out(self) -> dict[str, float]:
+        """The measures that no report has because nobody asked for them, and their prices."""
+        known = self.measures
+        prices = {n: cost for report in self.values() for n, cost in report.left_out.items()}
+        return {name: cost for name, cost in prices.items() if name not in known}
+
     def __rich__(self) -> Table:
         table = Table(caption_justify="left")
         table.add_column("measure", no_wrap=True)
@@ -187,6 +229,9 @@ class Comparison(Results[Report]):
                 cells.append("–" if m is None else f"{m.value:.5g}{error}")
             one = next(r[measure] for r in self.values() if measure in r)
             table.add_row(measure, *cells, invariance(one.invariant_to))
+        for name, price in self.left_out.items():
+            words = f"[dim]not computed, about {price:.0f} gradients: {ASK}[/]"
+            table.add_row(name, *("–" for _ in self), words)
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
             table.caption = escape(f"Not comparable:\n{lines}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Symmetry
-from saltflat.printing import plain_text
+from saltflat.result import plain_text
 from saltflat.symmetries.assemble import first_rows, uniform
 from saltflat.symmetries.balance import balanced
 from saltflat.symmetries.element import Element, Exponents

@@ -130,7 +130,7 @@ class Monitor:
     ----------
     model, data, loss : as in `saltflat.measure`. The data are read once, here, and kept: every
         measurement is on the same samples.
-    measures : names or configured measures.
+    measures : names or configured measures, or "all"; by default two that one trace gives.
     every, steps : measure every so many epochs, every so many steps, or both; by default after
         every epoch. A loop without epochs calls `step` only, one without steps `epoch` only.
     budget : the share of the time since the monitor was made that measuring may take, or
