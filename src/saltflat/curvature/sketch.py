@@ -77,6 +77,7 @@ class Sketch:
     propagated: frozenset[str] = NOTHING
     probed: frozenset[str] = NOTHING
     scales: Mapping[str, float] = field(default_factory=dict)  # of the probes' noise, by block
+    price: float = 0.0  # of a draw, in gradients
 
 
 @final
@@ -174,6 +175,7 @@ class SketchPass(Pass):
                 self._send(chunk, k, Sources(2), loss, sketch.probed if built else everything)
             if probes is not None:
                 self._probe(probes, k, signs, size)
+            self.risk.work.add(size, sketch.price)
 
     def _probe(self, probes: ProbedChunk, k: int, signs: Signs, samples: int) -> None:
         written, everyone = self._written(), slice(None)
@@ -406,6 +408,7 @@ class Estimation:
     elsewhere: float = 0.0
     fixed: OwnNoise | None = None  # the number of draws, and the way
     spent: float = field(default=_LOOK, init=False)  # gradients
+    piloted: float = field(default=1.0, init=False)  # the share of the samples in pilots
 
     def run(self) -> tuple[Tally, Ways] | Refutation:
         """Draw until all errors are within the tolerance, or the budget is spent."""
@@ -424,14 +427,13 @@ class Estimation:
         checkpoint = 0
         while (target := self._next(tally, ways)) > tally.count:
             draws = range(tally.count, target)
-            parts = ways.propagated, ways.probed, ways.scales
+            parts = ways.propagated, ways.probed, ways.scales, ways.cost(self._draws_loss)
             sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts)
             done, refutation = self._pass(sketch)
             if refutation is not None:
                 return refutation
-            price = _SETUP + len(draws) * ways.cost(self._draws_loss)
-            self.spent += price
-            self.risk.work.add(done.samples, price)
+            self.spent += _SETUP + len(draws) * sketch.price
+            self.risk.work.add(done.samples, _SETUP)
             tally.add(done, self.groups)
             checkpoint += 1
             if self.fixed is None and self._reached(tally, gauss_newton, checkpoint):
@@ -485,12 +487,15 @@ class Estimation:
     def _few(self) -> list[Batch]:
         """Some samples for a pilot."""
         few: list[Batch] = []
-        wanted = _PILOT_SAMPLES
+        wanted, whole = _PILOT_SAMPLES, None
         for batch in self.risk.batches():
+            whole = whole or self.risk.samples(batch)
             few.append(batch.part(0, wanted))
             wanted -= few[-1].size
             if wanted <= 0:
                 break
+        piloted = sum(batch.size for batch in few)
+        self.piloted = piloted / max(whole or 0, piloted)
         return few
 
     def _gauss_newton(self, few: list[Batch]) -> dict[str, float] | Refutation:
@@ -574,7 +579,7 @@ class Estimation:
                 spread = _variance(one, n)
                 if n in ways.probed:
                     spread = spread * ratios[n] if spread > 0 else _variance(other, n)
-                draws = (sqrt(spread) / target) ** 2 if target > 0 else 0.0
+                draws = self.piloted * (sqrt(spread) / target) ** 2 if target > 0 else 0.0
                 # What is out of reach anyway counts less, but does count.
                 share = draws * ways.cost(self._draws_loss) / self.settings.gradients
                 total += max(abs(value), gauss_newton[n]) * log1p(share)
