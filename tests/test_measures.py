@@ -325,7 +325,8 @@ HEAD_FIRST = Case("head first", HeadFirst, targets=classes(2))
 
 
 def test_last_linear_is_the_last_that_is_called() -> None:
-    found = sf.measure(HEAD_FIRST.model(), HEAD_FIRST.data(), measures=["relative_flatness"])
+    measures = [sf.measures.RelativeFlatness(by_layer=True)]
+    found = sf.measure(HEAD_FIRST.model(), HEAD_FIRST.data(), measures=measures)
     flat, layers = found["relative_flatness"], layers_of(HEAD_FIRST)
     assert list(layers) == ["head", "middle", "body"]
     assert flat.details["layer"] == "head"

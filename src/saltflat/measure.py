@@ -21,6 +21,7 @@ from saltflat.curvature import (
     Curvature,
     Estimator,
     Kind,
+    Layer,
     MatrixName,
     Plan,
     check_estimator,
@@ -194,8 +195,9 @@ def prepared(
     failure: Exception | None = None
     try:
         with derivatives_explained():
-            only = _narrowed(engine, measures) if kinds else {}
-            quantities = engine.quantities(kinds, only) if kinds else {}
+            if kinds:
+                _narrow(engine, measures)
+                quantities = engine.quantities(kinds, partial(_wanted, measures))
     except (SaltflatError, RuntimeError) as error:
         alone = NoSecondDerivative | NotApplicable | MissingDependency
         if on_error == "raise" or (
@@ -206,21 +208,21 @@ def prepared(
     return Context(engine.risk, engine.layers(), quantities, engine.seed, engine, group), failure
 
 
-def _narrowed(engine: Curvature, measures: Sequence[Measure]) -> dict[Kind, frozenset[str]]:
-    """The parameters that kinds of curvature are wanted of, where measures of one layer ask alone.
+def _narrow(engine: Curvature, measures: Sequence[Measure]) -> None:
+    """Leave all parameters alone but those of single layers, if no measure asks for others."""
+    if all(measure.one_layer for measure in measures):
+        layers = engine.outline()
+        chosen = [measure.chosen(layers) for measure in measures]
+        if all(chosen):
+            engine.risk.narrow(frozenset(layer.parameter for layer in chosen if layer))
 
-    If no other measure asks for anything, the other parameters are not measured at all.
-    """
-    if not any(measure.one_layer for measure in measures):
-        return {}
-    alone = all(measure.one_layer for measure in measures)
-    layers = engine.outline() if alone else engine.layers(engine.look())
+
+def _wanted(measures: Sequence[Measure], layers: Sequence[Layer]) -> dict[Kind, frozenset[str]]:
+    """The parameters that kinds of curvature are wanted of, where measures of one layer ask."""
     chosen = [measure.chosen(layers) if measure.one_layer else None for measure in measures]
     names = frozenset(layer.parameter for layer in chosen if layer)
-    if all(chosen):
-        engine.risk.narrow(names)
     wide = [m.required() for m, layer in zip(measures, chosen, strict=True) if not layer]
-    return dict.fromkeys(CURVATURE.difference(*wide), names)
+    return dict.fromkeys(CURVATURE.difference(*wide), names) if names else {}
 
 
 def _kinds(measures: Iterable[Measure]) -> frozenset[Kind]:

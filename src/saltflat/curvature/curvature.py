@@ -109,6 +109,7 @@ _PORTIONS = 8
 _TRACE: frozenset[Kind] = frozenset({"trace"})
 
 Parameters = Mapping[Kind, frozenset[str]]  # that a kind is wanted of
+Choice = Callable[[Sequence["Layer"]], Parameters]
 
 _LIKELIHOOD = (
     "the model ends in a log-softmax: with it the negative log-likelihood is the cross-entropy of "
@@ -192,7 +193,7 @@ class Curvature:
         # One sample alone does not show whether samples depend on each other.
         several = first if first.size > 1 else _gather(risk, first, 4)
         start = perf_counter()
-        plan = plan_for(risk, several, certify)
+        plan = plan_for(risk, several, certify, own=True)
         self._looked = perf_counter() - start
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
@@ -233,20 +234,18 @@ class Curvature:
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
 
-    def find(
-        self, kinds: frozenset[Kind], groups: int = 0, only: Parameters | None = None
-    ) -> Findings:
+    def find(self, kinds: frozenset[Kind], groups: int = 0, only: Choice | None = None) -> Findings:
         """Several kinds of quantities from one sweep, of estimates this many groups of draws.
 
-        `only` holds the parameters that a kind is wanted of, where these are not all.
+        `only` tells the parameters that a kind is wanted of, where these are not all.
         """
         batches = self.risk.batches()
         first = next(batches)
         plan = self.look(first)
+        chosen = only(self.layers(plan)) if only else {}
         stream: Iterable[Batch] = chain([first], batches)
         while isinstance(
-            findings := _Search(self, kinds, groups, plan, only or {}).run(stream, first),
-            Refutation,
+            findings := _Search(self, kinds, groups, plan, chosen).run(stream, first), Refutation
         ):
             plan, stream = self._weaken(plan, findings), self.risk.batches()
         self.warnings += [w for w in findings.warnings if w not in self.warnings]
@@ -296,7 +295,7 @@ class Curvature:
         return self._first or self.find(frozenset())
 
     def quantities(
-        self, kinds: frozenset[Kind], only: Parameters | None = None
+        self, kinds: frozenset[Kind], only: Choice | None = None
     ) -> dict[Kind, Quantity]:
         """The same, for measures: with draws, from which the error of what is made of them comes.
 
