@@ -504,6 +504,7 @@ class Recorder(Safe):
         super().__init__()
         self.names = {id(p): name for name, p in parameters.items()}
         self.uses: list[Use] = []
+        self._looked_up: dict[int, tuple[Tensor, EmbeddingUse]] = {}  # once for all samples
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -516,7 +517,24 @@ class Recorder(Safe):
             use = build(self.names, bound, output)
             if use is not None:
                 self.uses.append(use)
+            if isinstance(use, EmbeddingUse) and len(output) == 1:
+                self._looked_up[id(output)] = output, use
+            elif build is _PLUS and use is None:
+                self._spread_rows(bound, output)
         return output
+
+    def _spread_rows(self, bound: Arguments, output: Tensor) -> None:
+        """Rows that were looked up once are added to those of all samples: as if for each of them.
+
+        So models do with places.
+        """
+        for one, other in (("input", "other"), ("other", "input")):
+            _, use = self._looked_up.get(id(bound[one]), (None, None))
+            shape = getattr(bound[other], "shape", None)
+            if use is not None and output.shape == shape and bound.get("alpha", 1) == 1:
+                del self._looked_up[id(bound[one])]
+                use.edge, use.shape = get_gradient_edge(output), output.shape
+                use.input = use.input.expand(len(output), *use.input.shape[1:])
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -670,6 +688,7 @@ _LOOKUP = (
 )
 _STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
 _PAIR = ("input", "other")
+_PLUS = partial(_spread, "bias")
 
 # What a call is known by -> (names of its positional arguments, what notes it).
 _RULES: list[tuple[tuple[Any, ...], tuple[str, ...], Builder]] = [
@@ -718,7 +737,7 @@ _RULES: list[tuple[tuple[Any, ...], tuple[str, ...], Builder]] = [
     ),
     ((F.prelu,), ("input", "weight"), _prelu),
     ((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _PAIR, partial(_spread, "weight")),
-    ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, partial(_spread, "bias")),
+    ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, _PLUS),
 ]
 _OPERATIONS: dict[Any, tuple[tuple[str, ...], Builder]] = {
     function: (signature, build) for functions, signature, build in _RULES for function in functions
