@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, final, get_args
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
 from saltflat.checks import check_integer, check_number, check_seed
@@ -24,6 +23,11 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+else:
+    LinearOperator = object  # SciPy's joins when the first operator is made
 
 
 def trace(
@@ -298,7 +302,6 @@ def density(
     return Density(nodes, weights, width, size, steps, curvature, block)
 
 
-@final
 class Operator(LinearOperator):  # type: ignore[misc]
     """The Hessian (or the Gauss–Newton matrix) of a model, as a symmetric linear operator.
 
@@ -325,6 +328,9 @@ class Operator(LinearOperator):  # type: ignore[misc]
     >>> operator @ {"weight": torch.tensor([[1.0, 2.0]])}
     {'weight': tensor([[1., 2.]])}
     """
+
+    def __new__(cls, *_: Any) -> Operator:
+        return object.__new__(_for_scipy())
 
     def __init__(
         self, risk: Callable[[], Risk], curvature: MatrixName, memory_budget: int | None
@@ -394,6 +400,17 @@ class Operator(LinearOperator):  # type: ignore[misc]
         return self
 
     _transpose = _adjoint
+
+    def __reduce__(self) -> Any:
+        return Operator, (self._risk, self.curvature, self._settings.memory_budget)
+
+
+@cache
+def _for_scipy() -> type[Operator]:
+    """The class of all operators, one of SciPy's too, which is imported for them alone."""
+    from scipy.sparse.linalg import LinearOperator
+
+    return type("Operator", (Operator, LinearOperator), {"__module__": __name__})
 
 
 def _kind(v: Tensor) -> torch.dtype:

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import final
 
 import numpy as np
-import scipy
 import torch
 from torch import nn
 
@@ -50,6 +49,8 @@ def provenance(
     risk: Risk, certificate: Certificate, curvature: str, seed: int, seconds: Mapping[str, float]
 ) -> Provenance:
     """Of what was measured just now, inside the session of the risk."""
+    import scipy
+
     seen = risk.watched.first
     if seen is None:  # no measure needed a whole pass
         for _ in risk.batches():
