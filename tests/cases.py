@@ -314,6 +314,7 @@ GRAPHS = [
     ),
     Case("linear on five axes", lambda: net.classify(nn.Linear(2, 3)), normal(2, 1, 2, 2)),
     Case("segmentation", net.Pixels, normal(2, 2, 4), classes(3, 2, 4), n=3),
+    Case("unet", net.UNet, normal(2, 4, 4), classes(2, 4, 4), n=3),
     Case("time first", net.TimeFirst, normal(2, 3), curved=("fc1.*",)),
     Case("time first square", net.TimeFirst, normal(5, 3), curved=("fc1.*",)),
     Case("time first merged", lambda: net.TimeFirst(merge=True), normal(2, 3), curved=("fc1.*",)),

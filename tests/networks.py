@@ -298,6 +298,21 @@ class Pixels(nn.Module):
         return self.up(self.down(x).relu())
 
 
+class UNet(nn.Module):
+    """Down and up again, with the features of the way down beside those of the way up."""
+
+    def __init__(self, k: int = 2) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.middle, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 3, 2, stride=2)
+        self.merge, self.out = nn.Conv2d(6, 3, 3, padding=1), nn.Conv2d(3, k, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = self.norm(self.down(x)).relu()
+        below = self.middle(F.max_pool2d(beside, 2)).relu()
+        return self.out(self.merge(torch.cat([beside, self.up(below)], 1)).relu())
+
+
 class Experts(nn.Module):
     """Hard routing: each expert sees only its own samples, however many these are."""
 
