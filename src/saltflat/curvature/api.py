@@ -23,6 +23,7 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.watch import kept
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -55,6 +56,7 @@ def trace(
     data : a DataLoader, a pair (inputs, targets) of tensors or numpy arrays, any re-iterable of
         such pairs, or a map-style Dataset, which is read in batches of 128. All but a pair and a
         list are read once more from another random state, to see that they are the same samples.
+        What worker processes read is kept in memory for the call, if it fits in 256 MiB.
     loss : a name ("cross_entropy", "mse", "bce", "normalized_cross_entropy"), a module, or any
         twice differentiable callable of outputs and targets, and of nothing else that is measured.
     curvature : "hessian" or "ggn".
@@ -312,6 +314,7 @@ class Operator(LinearOperator):  # type: ignore[misc]
 
     Every product borrows the model anew and gives it back as it was found, so that it belongs to
     the parameters that the model has at that time. The columns of a matrix share one such loan.
+    What the worker processes of a DataLoader read for the first product serves the others too.
 
     Attributes
     ----------
@@ -488,7 +491,7 @@ def _operator(
 ) -> Operator:
     if not isinstance(options["parameters"], str):
         options["parameters"] = list(options["parameters"])
-    return Operator(partial(Risk, model, data, loss, **options), curvature, memory_budget)
+    return Operator(partial(Risk, model, kept(data), loss, **options), curvature, memory_budget)
 
 
 def _blocks(
