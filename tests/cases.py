@@ -296,6 +296,13 @@ GRAPHS = [
     Case("tied weights", net.TiedWeights),
     Case("tied decoder", net.TiedDecoder, classes(6, 2), classes(6), curved=("embed.*",)),
     Case("embedding", net.TokenSum, classes(6, 3), rules={"embed.*": "embedding"}),
+    Case("places", net.Places, classes(6, 3), rules={"place.*": "embedding"}),
+    Case(
+        "places twice",
+        lambda: net.Places(twice=True),
+        classes(6, 3),
+        rules={"place.*": "per-sample", "embed.*": "embedding"},
+    ),
     Case("embedding padding", lambda: net.TokenSum(padding_idx=0), classes(6, 3)),
     Case(
         "embedding sparse",
@@ -314,6 +321,7 @@ GRAPHS = [
     ),
     Case("linear on five axes", lambda: net.classify(nn.Linear(2, 3)), normal(2, 1, 2, 2)),
     Case("segmentation", net.Pixels, normal(2, 2, 4), classes(3, 2, 4), n=3),
+    Case("unet", net.UNet, normal(2, 4, 4), classes(2, 4, 4), n=3),
     Case("time first", net.TimeFirst, normal(2, 3), curved=("fc1.*",)),
     Case("time first square", net.TimeFirst, normal(5, 3), curved=("fc1.*",)),
     Case("time first merged", lambda: net.TimeFirst(merge=True), normal(2, 3), curved=("fc1.*",)),

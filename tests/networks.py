@@ -144,6 +144,20 @@ class Tokens(nn.Module):
         return self.fc2(self.fc1(self.embed(ids)).relu())
 
 
+class Places(Tokens):
+    """The places are looked up once for all samples; `twice` uses what was found again."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.place, self.twice = nn.Embedding(5, 3), twice
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.place(torch.arange(ids.shape[1], device=ids.device)[None])
+        x = self.embed(ids) + found
+        x = x.relu() + found if self.twice else x
+        return self.fc2(self.fc1(x).relu()).sum(1)
+
+
 class TokenSum(Tokens):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids).sum(1)
@@ -296,6 +310,21 @@ class Pixels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x).relu())
+
+
+class UNet(nn.Module):
+    """Down and up again, with the features of the way down beside those of the way up."""
+
+    def __init__(self, k: int = 2) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.middle, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 3, 2, stride=2)
+        self.merge, self.out = nn.Conv2d(6, 3, 3, padding=1), nn.Conv2d(3, k, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = self.norm(self.down(x)).relu()
+        below = self.middle(F.max_pool2d(beside, 2)).relu()
+        return self.out(self.merge(torch.cat([beside, self.up(below)], 1)).relu())
 
 
 class Experts(nn.Module):

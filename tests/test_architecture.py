@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,3 +118,10 @@ def test_networks_data_and_demonstrations_are_used_by_demonstrations_alone() -> 
 
 def test_every_room_is_in_the_table() -> None:
     assert {room(path) for path in MODULES} - {None, "demo"} == set(MAY_USE)
+
+
+def test_importing_the_package_leaves_scipy_alone() -> None:
+    """It costs as much as the rest of the package, and few calls need it."""
+    code = "import saltflat, sys; print([m for m in sys.modules if m.split('.')[0] == 'scipy'])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -346,3 +346,11 @@ def test_fam_of_a_causal_model(tmp_path) -> None:
     assert float(penalty.detach()) == pytest.approx(0.5 * flatness.value, rel=1e-5)
     same = sf.measure(model, batch(), same_position, measures=["relative_flatness"])
     assert same["relative_flatness"].value != pytest.approx(flatness.value, rel=1e-2)
+
+
+@pytest.mark.parametrize("make", [lambda: _bert("BertForMaskedLM"), gpt2])
+def test_no_block_is_left_to_shared_noise(make) -> None:
+    """Neither places, looked up once for all samples, nor key biases, whose gradients vanish."""
+    found = sf.trace(built(make), batch(), estimator=sf.ActivationProbes(4), curvature="hessian")
+    tied = {n for n, d in found.details.items() if d.rule in ("probes", "products")}
+    assert not [n for n in tied if "position" in n or "wpe" in n or n.endswith("bias")], tied

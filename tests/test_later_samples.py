@@ -13,7 +13,10 @@ from dense import Dense
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.risk import Batch
+from saltflat.curvature.contractions import Term
+from saltflat.curvature.plan import Plan, examine
+from saltflat.curvature.rules import LinearUse, Rows
+from saltflat.risk import Batch, Risk
 
 N = 64
 Y = torch.arange(N) % 3
@@ -98,6 +101,93 @@ def test_sketches_look_too() -> None:
         )
     oracle = Dense(model, x, y)
     agrees(result, oracle.blocks(oracle.ggn), sigmas=5)
+
+
+class Asleep(nn.Module):
+    """A residual branch that ends in zeros, for all samples or for those with an input of 0."""
+
+    def __init__(self, *, for_good: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.norm = nn.Linear(5, 6), nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.head, self.for_good = nn.Linear(5, 3), for_good
+        if for_good:
+            nn.init.zeros_(self.norm.weight)
+        self.eval().double()
+
+    def branch(self, a: Tensor) -> Tensor:
+        return self.outer(F.relu(self.inner(a)))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        gate = 1 if self.for_good else b[:, :1]
+        return self.head(F.relu(a + gate * self.norm(self.branch(a))))
+
+
+class AsleepInTwoWays(Asleep):
+    """The second way is not recorded, and no cotangent of a recorded one comes by it."""
+
+    def branch(self, a: Tensor) -> Tensor:
+        return super().branch(a) + torch.einsum("ni,oi->no", F.relu(a), self.outer.weight[:, :5])
+
+
+class AsleepTurned(Asleep):
+    """The rows of the branch are other samples'."""
+
+    def branch(self, a: Tensor) -> Tensor:
+        return super().branch(a.flip(0)).flip(0)
+
+
+INSIDE = ["inner.weight", "inner.bias", "outer.weight", "outer.bias"]
+
+
+def test_branches_that_end_in_zeros_have_fast_rules() -> None:
+    """As they do in residual networks at the start, whose last normalisations have weights 0."""
+    model, (x, y) = Asleep(for_good=True), missing()
+    result = sf.diagonal(model, (x, y))
+    assert {result.details[name].rule for name in INSIDE} == {"linear"}
+    agrees(result, Dense(model, x, y).blocks(Dense(model, x, y).hessian))
+
+
+@pytest.mark.parametrize("form", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("kind", [Asleep, AsleepInTwoWays, AsleepTurned])
+def test_branches_that_wake_up(kind: type[Asleep], form: Callable[[Any], Any]) -> None:
+    model, (x, y) = kind(for_good=False), missing()
+    result = sf.diagonal(model, form((x, y)))
+    assert result.exact
+    agrees(result, Dense(model, x, y).blocks(Dense(model, x, y).hessian))
+
+
+def _looked_at(model: nn.Module, x: Any, y: Tensor) -> Plan:
+    risk = Risk(model, (x, y))
+    with risk.session():
+        return examine(risk, next(risk.batches()), "proof")
+
+
+@pytest.mark.parametrize(
+    ("kind", "unserved"),
+    [(Asleep, []), (AsleepInTwoWays, ["outer.weight"]), (AsleepTurned, INSIDE)],
+)
+def test_nothing_is_taken_for_granted_of_a_branch_that_sleeps(
+    kind: type[Asleep], unserved: list[str]
+) -> None:
+    plan = _looked_at(kind(for_good=True), *missing())
+    assert plan.dormant == set(INSIDE)
+    assert [name for name in INSIDE if plan.rules[name] == "per-sample"] == unserved
+    assert plan.unknown == set(unserved)
+
+
+def test_wrong_rules_of_a_branch_that_sleeps_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LinearUse.terms
+
+    def wrong(self: LinearUse, deltas: Any, rows: Rows) -> Iterator[tuple[str, Term]]:
+        return right(self, [2 * delta for delta in deltas], rows)
+
+    monkeypatch.setattr(LinearUse, "terms", wrong)
+    plan = _looked_at(Asleep(for_good=True), *missing())
+    assert {plan.rules[name] for name in INSIDE} == {"per-sample"}
+    model, (x, y) = Asleep(for_good=False), missing()
+    result = sf.trace(model, (x, y))
+    agrees(result, Dense(model, x, y).blocks(Dense(model, x, y).hessian))
 
 
 class CurvedLater(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,16 @@ def test_scipy_solves_with_it() -> None:
     assert not failed
     want = np.linalg.solve(matrix + 0.1 * np.eye(len(matrix)), right)
     np.testing.assert_allclose(answer, want, rtol=1e-7)
+
+
+def test_copies_multiply_as_it_does() -> None:
+    case = BY_NAME["mlp"]
+    operator = operator_of(case, "hessian")
+    v = torch.ones(operator.shape[0]).double()
+    for twin in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert isinstance(twin, sf.Operator)
+        assert isinstance(twin, LinearOperator)
+        torch.testing.assert_close(twin @ v, case.dense().hessian @ v)
 
 
 def test_dtypes_are_those_of_the_vector() -> None:

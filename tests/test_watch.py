@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 import saltflat as sf
-from saltflat.watch import Tally, Watch
+from saltflat.watch import Kept, Tally, Watch
 
 CASE = BY_NAME["mlp"]
 X, Y = CASE.data(n=12)
@@ -492,3 +492,111 @@ def test_checksum_of_rows_of_any_width_and_place(dtype: torch.dtype, width: int)
         other = first.clone()
         other[place] += 1
         assert checksum((other, Y)) != checksum((first, Y))
+
+
+# ---------------------------------------------------------------------------------------------
+# worker processes
+
+
+class Workers(DataLoader[Any]):
+    """Starts its workers at every pass, and counts the passes."""
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, batch_size=5, num_workers=1, **options)
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return super().__iter__()
+
+
+class Labelled(Dataset[dict[str, Tensor]]):
+    def __init__(self, x: Tensor = X) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input": self.x[index], "labels": Y[index]}
+
+
+SEARCHED = ["hessian_trace", *SEVERAL]
+
+
+def test_workers_start_for_two_readings_and_no_more() -> None:
+    data = Workers(Labelled(), shuffle=True)
+    report = sf.measure(CASE.model(), data, measures=SEARCHED)
+    assert data.passes == 2
+    exact = sf.measure(CASE.model(), (X, Y), measures=SEARCHED)
+    for name in SEARCHED:
+        assert report[name].value == pytest.approx(exact[name].value, rel=1e-9)
+    data.passes = 0
+    sf.audit(CASE.model(), data, measures=["hessian_trace"], elements=2)
+    assert data.passes == 3  # one of them for an example
+
+
+def test_what_is_too_much_for_memory_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saltflat.watch._MOST_KEPT", 5 * X[0].nbytes)
+    data = Workers(Labelled())
+    report = sf.measure(CASE.model(), data, measures=SEARCHED)
+    assert data.passes > 2
+    exact = sf.measure(CASE.model(), (X, Y), measures=SEARCHED)
+    assert report["kappa"].value == pytest.approx(exact["kappa"].value, rel=1e-9)
+
+
+def test_batches_that_are_taken_apart_are_whole_in_the_next_pass() -> None:
+    def unpack(item: dict[str, Tensor]) -> Any:
+        targets = item.pop("labels")
+        return item["input"].mul_(2), targets
+
+    data = Workers(Labelled())
+    report = sf.measure(CASE.model(), data, measures=SEARCHED, unpack=unpack)
+    assert data.passes == 2
+    exact = sf.measure(CASE.model(), (2 * X, Y), measures=SEARCHED)
+    assert report["kappa"].value == pytest.approx(exact["kappa"].value, rel=1e-9)
+
+
+def test_every_call_reads_anew() -> None:
+    model, dataset = CASE.model(), Labelled(X.clone())
+    data = Workers(dataset)
+    for _ in range(2):
+        oracle = Dense(model, dataset.x, Y)
+        agrees(sf.trace(model, data), oracle.blocks(oracle.hessian))
+        dataset.x += 1
+    assert data.passes == 4
+
+
+def test_products_share_what_was_read() -> None:
+    data = Workers(Labelled())
+    operator = sf.hessian(CASE.model(), data)
+    v = torch.ones(operator.shape[0]).double()
+    want = Dense(CASE.model(), X, Y).hessian @ v
+    for _ in range(3):
+        torch.testing.assert_close(operator @ v, want)
+    assert data.passes == 3  # one of them for a look at the model
+
+
+def test_augmentation_by_unpacking_is_refused_though_batches_are_kept() -> None:
+    data = Kept(Workers(Labelled()))
+    sf.trace(CASE.model(), data)
+    assert data.settled
+    with pytest.raises(sf.ChangedData):
+        sf.trace(CASE.model(), data, unpack=lambda i: (i["input"] + torch.rand(()), i["labels"]))
+
+
+def test_only_what_can_be_counted_is_kept() -> None:
+    unknown = Kept(DataLoader([object(), object()], collate_fn=list, num_workers=1))
+    known = Kept(DataLoader([("a", 1, X[0].numpy())] * 2, collate_fn=list, num_workers=1))
+    for data in (unknown, known):
+        first = next(iter(data))
+        data.settle()
+        assert not data.settled  # it was not read to its end
+        assert len(list(data)) == len(data) == 2
+        data.settle()
+        assert len(first) == 1
+    assert not unknown.settled
+    assert known.settled
+    one, other = (next(iter(known))[0][2] for _ in range(2))
+    one += 1
+    assert not (one == other).any()

@@ -44,6 +44,7 @@ from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quanti
 from saltflat.report import Comparison, Report, provenance
 from saltflat.risk import Batch, Output, Risk, Unpack
 from saltflat.symmetries import Group
+from saltflat.watch import kept
 from saltflat.work import Callback, reporting
 
 OnError = Literal["raise", "skip"]
@@ -175,7 +176,7 @@ def compare(
     every = signature(measure).parameters.values()
     check_options("compare", options, [p.name for p in every if p.kind is p.KEYWORD_ONLY])
     own = isinstance(data, Mapping) and set(data) == set(models)
-    reports = {}
+    reports, data = {}, data if own else kept(data)
     for name, model in models.items():
         reports[name] = measure(model, data[name] if own else data, loss, **options)
     return Comparison(reports)

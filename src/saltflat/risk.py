@@ -39,7 +39,7 @@ from saltflat.losses import (
 )
 from saltflat.memory import halving, ordinary
 from saltflat.session import RandomState, lend, modules_in
-from saltflat.watch import Tally, Watch, in_memory, second_reading
+from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -215,7 +215,7 @@ class Risk:
         self.model = unwrap(model)
         self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
         self.notes: list[str] = []
-        self._items = _items(data)
+        self._items = kept(_items(data))
         self._unpack = unpack or split_item
         self.output = output or logits
         everything = dict(self.model.named_parameters())
@@ -307,7 +307,8 @@ class Risk:
         Random generators are wound back first, so that every pass of a session sees the same
         samples in the same order, shuffled or not. That hides augmentation which draws from them:
         after the first full pass the data are therefore read once more from another random state,
-        and must be the same samples. Only data held in a list or a tuple are not read twice.
+        and must be the same samples. Only data held in a list or a tuple are not read twice, and
+        what worker processes have read comes from memory after that, where it fits.
         """
         assert self._start is not None, "only inside a session"
         if self._passes > 0:
@@ -326,6 +327,8 @@ class Risk:
                 pass
             self._start.restore()
             self.watched.end(again)
+            if isinstance(self._items, Kept):
+                self._items.settle()
 
     def samples(self, first: Batch) -> int | None:
         """About how many there are, if the data tell their length."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, final
 
 import numpy as np
@@ -106,9 +109,77 @@ class Watch:
         return self._words[key]
 
 
+@final
+class Kept:
+    """A loader with worker processes, whose batches stay in memory once they are known.
+
+    Each pass over such a loader may start its workers anew, which takes longer than most
+    measurements. The two readings of a watch are made; if both gave the same samples, and these
+    take no more than `_MOST_KEPT` bytes, `settle` makes all further passes give copies of what was
+    read. One is made for a call, so that the next call reads again.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.settled = False
+        self._items: list[Any] | None = None  # those of the last pass, if it was read to its end
+        # What the random numbers of a pass are drawn from.
+        self.generator, self.sampler = loader.generator, loader.sampler
+        self.batch_sampler = loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._copies() if self.settled else self._reading()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def settle(self) -> None:
+        """The samples of the last pass are those of every pass."""
+        self.settled = self._items is not None
+
+    def _copies(self) -> Iterator[Any]:
+        assert self._items is not None
+        return map(copy.deepcopy, self._items)
+
+    def _reading(self) -> Iterator[Any]:
+        self._items = None
+        items: list[Any] = []
+        room: float = _MOST_KEPT
+        for item in self.loader:
+            room -= _bytes(item)
+            if room >= 0:
+                items.append(copy.deepcopy(item))
+            else:
+                items.clear()
+            yield item
+        self._items = items if room >= 0 else None
+
+
+_MOST_KEPT = 1 << 28
+
+
+def _bytes(item: Any) -> float:
+    """What a batch takes in memory; infinity for what is not made of tensors, arrays and words."""
+    if isinstance(item, Tensor):
+        return item.numel() * item.element_size()
+    if isinstance(item, np.ndarray):
+        return item.nbytes
+    if isinstance(item, Mapping):
+        return sum(map(_bytes, item.values()))
+    if isinstance(item, list | tuple):
+        return sum(map(_bytes, item))
+    return sys.getsizeof(item) if isinstance(item, str | bytes | int | float | None) else inf
+
+
+def kept(data: Any) -> Any:
+    """The data, as `Kept` where worker processes read them."""
+    return Kept(data) if isinstance(data, DataLoader) and data.num_workers > 0 else data
+
+
 def in_memory(data: Iterable[Any]) -> bool:
-    """Whether passes cannot differ: the batches are held in a list or a tuple."""
-    return getattr(type(data), "__iter__", None) in (list.__iter__, tuple.__iter__)
+    """Whether passes cannot differ: the batches are held in a list or a tuple, or `Kept`."""
+    plain = getattr(type(data), "__iter__", None) in (list.__iter__, tuple.__iter__)
+    return plain or (isinstance(data, Kept) and data.settled)
 
 
 def second_reading(data: Iterable[Any], state: RandomState) -> Iterable[Any]:
@@ -119,6 +190,8 @@ def second_reading(data: Iterable[Any], state: RandomState) -> Iterable[Any]:
     draws the same samples from either state, in whatever order, is checked here, without reading
     them.
     """
+    if isinstance(data, Kept) and not data.settled:
+        data = data.loader
     if not _has_sampler(data):
         disturb(state)
         return data

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
-from scipy.sparse import csr_matrix, identity, vstack
 from torch import Tensor, nn
 
 from saltflat.symmetries import KINDS, Element, Group, Kind, null_space
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 
 @final
@@ -64,6 +66,8 @@ class Trial:
 
 def families(group: Group) -> list[Family]:
     """The kinds of rescaling that the model has."""
+    from scipy.sparse import identity
+
     kinds = [_layers(group)]
     for kind in KINDS[1:]:
         part = group.only(kind)
@@ -80,6 +84,8 @@ def _layers(group: Group) -> Family:
     matrix holds queries, keys and values, one factor for each activation would give one matrix
     several; those rescalings belong to the units.
     """
+    from scipy.sparse import csr_matrix, vstack
+
     layers = group.only("layer")
     e = layers.exponents()
     rows = [csr_matrix((0, len(layers)))]

@@ -22,6 +22,7 @@ from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
 from saltflat.symmetries import check_copy, duplicate, symmetries
+from saltflat.watch import kept
 from saltflat.work import Callback, reporting
 
 # What the kinds are found on and the outputs are compared on, if no example is given.
@@ -93,6 +94,7 @@ def audit(
     settings = checked_settings(max_directions, memory_budget, "proof", tolerance)
     check_estimator(estimator)
     check_seed(seed)
+    data = kept(data)  # one for all models
     with reporting(progress) as work:
         work.at("symmetries", 0, 1)
         wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)

@@ -37,8 +37,6 @@ from math import log, log1p
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from saltflat.convex.geometric import EPS, Floats
@@ -332,6 +330,9 @@ def _reach(down: Tensor, up: Tensor, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _sparse(down: Tensor, up: Tensor) -> Tensor:
+    from scipy import sparse
+    from scipy.sparse.csgraph import connected_components
+
     rows, columns = down.shape
     i, j = np.nonzero(down.cpu().numpy())
     k, m = np.nonzero(up.cpu().numpy())

@@ -44,16 +44,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import sparse
-from scipy.optimize import linprog
-from scipy.sparse.csgraph import connected_components
-from scipy.sparse.linalg import LinearOperator, cg
 
 from saltflat.errors import InvalidValue, SaltflatError
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
 
 Flags = NDArray[np.bool_]
 _MANY = 20_000  # rows: from here Newton's certificate is tried ahead of the linear program
@@ -125,6 +124,8 @@ def _log_sums(logs: Floats, like: NDArray[np.int64], count: int) -> Floats:
 
 
 def _checked(masses: ArrayLike, exponents: Any) -> tuple[Floats, Any]:
+    from scipy import sparse
+
     a = np.asarray(masses, dtype=np.float64)
     c = sparse.csr_array(exponents if sparse.issparse(exponents) else np.atleast_2d(exponents))
     c = c.astype(np.float64)
@@ -153,6 +154,8 @@ def _checked(masses: ArrayLike, exponents: Any) -> tuple[Floats, Any]:
 
 def vanishing(rows: Any) -> tuple[Floats, Flags]:
     """A direction u with C u ≥ 0, and the rows with C_g·u > 0: as many as there can be."""
+    from scipy import sparse
+
     edges, general = _order(rows)
     labels = _components(edges, rows.shape[1])
     if not general.any():
@@ -195,6 +198,9 @@ def _order(rows: Any) -> tuple[NDArray[np.int64], Flags]:
 
 
 def _components(edges: NDArray[np.int64], unknowns: int) -> NDArray[np.int32]:
+    from scipy import sparse
+    from scipy.sparse.csgraph import connected_components
+
     graph = sparse.coo_array((np.ones(edges.shape[1]), tuple(edges)), (unknowns + 1, unknowns + 1))
     labels: NDArray[np.int32] = connected_components(graph, connection="strong")[1]
     return labels
@@ -215,6 +221,8 @@ def _levels(edges: NDArray[np.int64], labels: NDArray[np.int32]) -> Floats:
 
 def _contraction(labels: NDArray[np.int32]) -> Any:
     """Unknowns → components, without the component of the constant 0."""
+    from scipy import sparse
+
     shape = (len(labels), labels.max() + 1)
     members = sparse.coo_array((np.ones(len(labels)), (np.arange(len(labels)), labels)), shape)
     others = np.arange(shape[1]) != labels[-1]
@@ -223,6 +231,8 @@ def _contraction(labels: NDArray[np.int32]) -> Any:
 
 def _normalised(rows: Any) -> Any:
     """The different rows that are not zero, scaled to a largest entry of 1."""
+    from scipy import sparse
+
     rows = sparse.csr_array(sparse.diags_array(1 / _largest(rows)) @ rows)
     rows.data[np.abs(rows.data) < 1e-12] = 0
     rows.eliminate_zeros()
@@ -246,6 +256,9 @@ def first_of_each(rows: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _program(rows: Any) -> Floats:
     """max Σ s over u and 0 ≤ s ≤ 1 with C u ≥ s: every s is 0 or 1, as u can be scaled up."""
+    from scipy import sparse
+    from scipy.optimize import linprog
+
     groups, unknowns = rows.shape
     if groups == 0:
         return np.zeros(unknowns)
@@ -386,6 +399,8 @@ class System:
 
     def solve(self, right: Floats, accuracy: float) -> Floats:
         """y; `accuracy` is the relative residual asked of conjugate gradients."""
+        from scipy.sparse.linalg import cg
+
         right = self._scale * right
         if self._factors is not None:
             values, vectors = self._factors
@@ -410,6 +425,8 @@ class ExponentMatrix:
         self._pairs = _Pairs(rows) if short and not few else None
 
     def system(self, weights: Floats) -> System:
+        from scipy.sparse.linalg import LinearOperator
+
         diagonal = self._squares @ weights
         scale = np.where(diagonal > 0, 1 / np.sqrt(np.where(diagonal > 0, diagonal, 1)), 0)
         if self.unknowns <= _FEW:
@@ -426,6 +443,8 @@ class ExponentMatrix:
         return System(LinearOperator(shape, product, dtype=np.float64), scale)
 
     def _gram(self, weights: Floats) -> Floats:
+        from scipy import sparse
+
         if isinstance(self.rows, np.ndarray):
             return np.asarray(self.rows.T @ (self.rows * weights[:, None]))
         return np.asarray((self.columns @ (sparse.diags_array(weights) @ self.rows)).toarray())
@@ -459,6 +478,8 @@ class _Pairs:
         self._shape = (rows.shape[1], rows.shape[1])
 
     def matrix(self, weights: Floats) -> Any:
+        from scipy import sparse
+
         terms = self._product * weights[self._group]
         data = np.bincount(self._place, terms, len(self._indices))
         return sparse.csr_array((data, self._indices, self._indptr), self._shape)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, final, get_args
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
 from saltflat.checks import check_integer, check_number, check_seed
@@ -24,7 +23,13 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.watch import kept
 from saltflat.work import PRODUCT, Callback, reporting
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+else:
+    LinearOperator = object  # SciPy's joins when the first operator is made
 
 
 def trace(
@@ -53,6 +58,7 @@ def trace(
     data : a DataLoader, a pair (inputs, targets) of tensors or numpy arrays, any re-iterable of
         such pairs, or a map-style Dataset, which is read in batches of 128. All but a pair and a
         list are read once more from another random state, to see that they are the same samples.
+        What worker processes read is kept in memory for the call, if it fits in 256 MiB.
     loss : a name ("cross_entropy", "mse", "bce", "normalized_cross_entropy"), a module, or any
         twice differentiable callable of outputs and targets, and of nothing else that is measured.
     curvature : "hessian" or "ggn".
@@ -312,7 +318,6 @@ def density(
     return Density(nodes, weights, width, size, steps, curvature, block)
 
 
-@final
 class Operator(LinearOperator):  # type: ignore[misc]
     """The Hessian (or the Gauss–Newton matrix) of a model, as a symmetric linear operator.
 
@@ -323,6 +328,7 @@ class Operator(LinearOperator):  # type: ignore[misc]
 
     Every product borrows the model anew and gives it back as it was found, so that it belongs to
     the parameters that the model has at that time. The columns of a matrix share one such loan.
+    What the worker processes of a DataLoader read for the first product serves the others too.
 
     Attributes
     ----------
@@ -339,6 +345,9 @@ class Operator(LinearOperator):  # type: ignore[misc]
     >>> operator @ {"weight": torch.tensor([[1.0, 2.0]])}
     {'weight': tensor([[1., 2.]])}
     """
+
+    def __new__(cls, *_: Any) -> Operator:
+        return object.__new__(_for_scipy())
 
     def __init__(
         self, risk: Callable[[], Risk], curvature: MatrixName, memory_budget: int | None
@@ -408,6 +417,17 @@ class Operator(LinearOperator):  # type: ignore[misc]
         return self
 
     _transpose = _adjoint
+
+    def __reduce__(self) -> Any:
+        return Operator, (self._risk, self.curvature, self._settings.memory_budget)
+
+
+@cache
+def _for_scipy() -> type[Operator]:
+    """The class of all operators, one of SciPy's too, which is imported for them alone."""
+    from scipy.sparse.linalg import LinearOperator
+
+    return type("Operator", (Operator, LinearOperator), {"__module__": __name__})
 
 
 def _kind(v: Tensor) -> torch.dtype:
@@ -485,7 +505,7 @@ def _operator(
 ) -> Operator:
     if not isinstance(options["parameters"], str):
         options["parameters"] = list(options["parameters"])
-    return Operator(partial(Risk, model, data, loss, **options), curvature, memory_budget)
+    return Operator(partial(Risk, model, kept(data), loss, **options), curvature, memory_budget)
 
 
 def _blocks(

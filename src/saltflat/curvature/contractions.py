@@ -125,6 +125,8 @@ Each = Sequence[Tensor] | Tensor
 # Entries of the temporaries: small enough for a CPU's cache, large enough to feed a GPU.
 _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 28
+# Entries that the pairs of positions of one sample may have.
+_PAIRS = 1 << 24
 
 # How much larger than the sum of an expanded square its terms with t = t' may be.
 CANCELLATION = 8.0
@@ -192,21 +194,15 @@ def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
 
 
 def _diagonal_pairs(left: Each, right: Tensor) -> Tensor:
-    """Σ_{t≤t'} (Σ_d l_t l_t') (r_t r_t'), off-diagonal pairs twice."""
+    """Σ_{t,t'} (Σ_d l_t l_t') (r_t r_t'): a Gram matrix over directions for every row, then one
+    product."""
     groups, b, positions = right.shape[1:]
     a = left[0].shape[2]
-    first, second = torch.triu_indices(positions, positions, device=right.device)
-    twice = torch.where(first == second, 1.0, 2.0).to(right)
     result = right.new_zeros(groups, a, b)
-    for rows in row_blocks(right, len(first) * (b + a)):
-        pairs: Tensor | None = None
-        for delta in left:
-            part = delta[rows]
-            product = part[..., first] * part[..., second]
-            pairs = product if pairs is None else pairs.add_(product)
-        assert pairs is not None
-        inner = right[rows][..., first] * right[rows][..., second] * twice
-        result.baddbmm_(_side_by_side(pairs), _side_by_side(inner).mT)
+    for rows in row_blocks(right, positions * (positions * (a + b) + a * len(left))):
+        deltas, inputs = torch.stack([d[rows] for d in left], -2), right[rows].unsqueeze(-1)
+        outer, inner = deltas.mT @ deltas, inputs * inputs.mT
+        result.baddbmm_(_side_by_side(outer.flatten(-2)), _side_by_side(inner.flatten(-2)).mT)
     if positions > 1:
         lost = _lost_lines(result, left, right)
         _write_again(result.clamp_(min=0), *lost, left, right)
@@ -506,9 +502,12 @@ class Outer(Term):
         return _apart(_trace_gram, left, right, sign)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
-        # The sum over directions first costs T(T+1)/2 products an entry instead of D·T, and leaves
+        # The sum over directions first costs T² (D + b) products a row instead of D T b, and leaves
         # one large product instead of n·D small ones whose results must each be squared.
-        if self.right.shape[3] + 1 > 3 * len(self.left):
+        a, positions = self.left[0].shape[2:]
+        b, directions = self.right.shape[2], len(self.left)
+        many = positions**2 * (a + b) > _PAIRS
+        if many or positions * (directions + b) > 2 * directions * b:
             return self.layout.assemble(_diagonal_gradient(self.left, self.right, sign))
         return self.layout.assemble(_apart(_diagonal_pairs, self.left, self.right, sign))
 

@@ -5,7 +5,8 @@
 *Rules.* A fast rule is right for a parameter if, for random cotangents and random weights a_i of
 the samples, Σ_i a_i G_i equals autograd's own gradient. The weights catch a rule that gives rows to
 the wrong samples, or takes some other dimension for them; the comparison catches every use that
-the recorder did not see.
+the recorder did not see. Where nothing comes back from the outputs, because a branch ends in zeros,
+the cotangents start at the parameter's own operations, and the graph must prove the rest.
 
 *Derivatives.* What autograd gives must be the derivative of the outputs (see `derivative`).
 
@@ -17,6 +18,7 @@ derivative of ⟨∂⟨r, o⟩/∂w, v⟩ in w must vanish. That speaks for the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -88,7 +90,7 @@ class Plan:
     given: Mapping[str, str]  # parameter -> what was declared piecewise linear, and is relied on
     probed: frozenset[str]  # of the curved ones, those that seem linear on the probed samples
     reached: frozenset[str]  # the parameters that autograd reaches
-    dormant: frozenset[str]  # parameters without a gradient on these samples: nothing is known
+    dormant: frozenset[str]  # parameters without a gradient on these samples
     signature: Signature
     trail: tuple[str, ...]  # the operations of the graph in which the rules were checked
     narrow: torch.dtype  # the least precise type on the way from parameters to outputs
@@ -107,6 +109,11 @@ class Plan:
     def allows(self, name: str) -> bool:
         """Whether the Gauss–Newton form may serve a parameter's block of the Hessian."""
         return name not in self.curved or name in self.probed
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """The dormant parameters whose rules other samples may show."""
+        return self.dormant - self.dims.keys()
 
     def was_made_of(self, batch: Batch) -> bool:
         """Whether a batch has the samples that were looked at, where they were."""
@@ -177,8 +184,7 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -
     It is kept for the call: what holds from batch to batch is looked at on every chunk. With `own`
     it is made of this very batch, some samples of which then have known outputs.
     """
-    key = batch.size > 1, leaf_shapes(batch), certify
-    plan: Plan | None = risk.plans.get(key)
+    plan: Plan | None = risk.plans.get(_key(batch, certify))
     if plan is not None and (not own or plan.was_made_of(batch)):
         return plan
     # A few samples, and no more than a small share of the work ahead.
@@ -190,12 +196,22 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -
             raise
         # A part of the batch may make no sense to the model: a few nodes of a graph.
         plan = examine(risk, batch, certify)
-    while plan.dormant and size < min(batch.size, _ENOUGH):
+    while plan.unknown and size < min(batch.size, _ENOUGH):
         size *= 4
         plan = _examine_some(risk, batch, min(size, batch.size), certify)
-    if not plan.dormant:
-        risk.plans[key] = plan
+    if not plan.unknown:
+        risk.plans[_key(batch, certify)] = plan
     return plan
+
+
+def plan_again(risk: Risk, batch: Batch, certify: Certify) -> Plan:
+    """The plan found on all samples of a batch, now that dormant parameters move."""
+    plan = risk.plans[_key(batch, certify)] = examine(risk, batch, certify)
+    return plan
+
+
+def _key(batch: Batch, certify: Certify) -> Hashable:
+    return batch.size > 1, leaf_shapes(batch), certify
 
 
 def _examine_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
@@ -337,22 +353,62 @@ def fast_rules(
     open_ = {name for name, size in sizes.items() if size > 0}
     dormant = frozenset(sizes) - open_
     for dim in (0, 1):
-        with torch.no_grad():
-            offers = _offers(uses, deltas, Rows(size, dim), open_)
-            values = {
-                name: combine([term for _, term in terms]).weighted(weights)
-                for name, terms in offers.items()
-            }
-        fitting = {n: v - given[n] for n, v in values.items() if v.shape == given[n].shape}
-        for name, error in zip(fitting, _largest(list(fitting.values())), strict=True):
-            if error <= (1e-9 if proof.narrow == torch.float64 else 1e-3) * sizes[name]:
-                rules[name], dims[name] = offers[name][0][0].rule, dim
-                open_.discard(name)
+        offers = _offers(uses, deltas, Rows(size, dim), open_)
+        for name, rule in _agreeing(offers, weights, given, proof.narrow).items():
+            rules[name], dims[name] = rule, dim
+            open_.discard(name)
+    # Also where what comes back is but rounding, as at the bias of an attention's keys.
+    left = dormant | open_
+    for name, rule in _rules_asleep(outputs, uses, parameters, proof, left, generator).items():
+        rules[name], dims[name] = rule, 0
     return FastRules(rules, dims, dormant, cotangent * spread, given)
 
 
-def _pulled(outputs: Tensor, sources: Sequence[Any], cotangent: Tensor) -> Sequence[Tensor | None]:
-    """The gradients of ⟨cotangent, outputs⟩; the graph is kept."""
+def _rules_asleep(
+    outputs: Tensor,
+    uses: Sequence[Use],
+    parameters: Mapping[str, Tensor],
+    proof: Proof,
+    dormant: frozenset[str],
+    generator: torch.Generator,
+) -> dict[str, str]:
+    """The rules of parameters that the outputs send nothing to, because a branch ends in zeros.
+
+    Both sides are compared for cotangents that start at the operations of these parameters. What
+    that cannot show must be proved: that no other operation takes a parameter, and that what
+    arrives at the rows of an operation's output comes from the samples that they belong to. (What
+    is looked up once may go elsewhere than into the sum that is taken for its operation.)
+    """
+    rows = Rows(len(outputs))
+    uses = [u for u in uses if dormant & set(u.names.values()) and proof.holds(u.edge.node)]
+    unclear = [u for u in uses if not proof.keeps_rows(u.edge.node) or getattr(u, "spread", False)]
+    apart = {n for u in unclear for n in u.names.values()}
+    names = sorted(dormant & all_recorded(uses, proof) - apart)
+    if not names:
+        return {}
+    edges, cotangents = [use.edge for use in uses], [_cotangent(use, generator) for use in uses]
+    both = _pulled(edges, [*edges, *[parameters[n] for n in names]], cotangents)
+    truth = {n: g for n, g in zip(names, both[len(edges) :], strict=True) if g is not None}
+    offers = _offers(uses, both[: len(edges)], rows, set(truth))
+    return _agreeing(offers, outputs.new_ones(rows.count), truth, proof.narrow)
+
+
+def _cotangent(use: Use, generator: torch.Generator) -> Tensor:
+    """A random one for the output of a use."""
+    kind = use.edge.node._input_metadata[use.edge.output_nr]
+    options: dict[str, Any] = {"device": kind.device, "dtype": kind.dtype}
+    return torch.randn(use.shape, generator=generator, **options)
+
+
+def all_recorded(uses: Iterable[Use], proof: Proof) -> frozenset[str]:
+    """The parameters that the recorded operations take, and no other one."""
+    reached = (use for use in uses if proof.holds(use.edge.node))
+    calls = Counter(name for use in reached for name in use.names.values())
+    return frozenset(name for name, count in calls.items() if count == proof.edges.get(name))
+
+
+def _pulled(outputs: Any, sources: Sequence[Any], cotangent: Any) -> Sequence[Tensor | None]:
+    """The gradients of ⟨cotangent, outputs⟩, tensors or edges; the graph is kept."""
     if not sources:
         return ()
     try:
@@ -369,11 +425,14 @@ def _pulled(outputs: Tensor, sources: Sequence[Any], cotangent: Tensor) -> Seque
         ) from error
 
 
+Offers = dict[str, list[tuple[Use, Term]]]
+
+
 def _offers(
     uses: Sequence[Use], deltas: Sequence[Tensor | None], rows: Rows, wanted: set[str]
-) -> dict[str, list[tuple[Use, Term]]]:
+) -> Offers:
     """What the uses of the wanted parameters make of the deltas, with samples along `rows`."""
-    offers: dict[str, list[tuple[Use, Term]]] = {}
+    offers: Offers = {}
     refused = set[str]()
     for use, delta in zip(uses, deltas, strict=True):
         if delta is None or not wanted & set(use.names.values()):
@@ -381,9 +440,25 @@ def _offers(
         if not fits(use, rows):
             refused |= set(use.names.values())
             continue
-        for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
+        with torch.no_grad():
+            terms = list(use.terms([use.keep(delta.detach(), rows)], rows))
+        for name, term in terms:
             offers.setdefault(name, []).append((use, term))
     return {n: terms for n, terms in offers.items() if n in wanted and n not in refused}
+
+
+def _agreeing(
+    offers: Offers, weights: Tensor, truth: Mapping[str, Tensor], narrow: torch.dtype
+) -> dict[str, str]:
+    """The rules that give what autograd gives, and not nothing, for samples with these weights."""
+    with torch.no_grad():
+        sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
+    fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
+    found = _largest([sums[n] - truth[n] for n in fitting] + [truth[n] for n in fitting])
+    room = 1e-9 if narrow == torch.float64 else 1e-3
+    errors, sizes = found[: len(fitting)], found[len(fitting) :]
+    agree = (size > 0 and e <= room * size for e, size in zip(errors, sizes, strict=True))
+    return {n: offers[n][0][0].rule for n, yes in zip(fitting, agree, strict=True) if yes}
 
 
 def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:

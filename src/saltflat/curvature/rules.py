@@ -354,6 +354,7 @@ class EmbeddingUse(Use):
     rule: ClassVar[str] = "embedding"
     rows: int
     padding: int | None
+    spread: bool = False  # looked up once, and added to the rows of all samples: `edge` is the sum
 
     def matrix(self) -> Matrix:
         return Matrix(out=1)
@@ -533,7 +534,7 @@ class Recorder(Safe):
             shape = getattr(bound[other], "shape", None)
             if use is not None and output.shape == shape and bound.get("alpha", 1) == 1:
                 del self._looked_up[id(bound[one])]
-                use.edge, use.shape = get_gradient_edge(output), output.shape
+                use.edge, use.shape, use.spread = get_gradient_edge(output), output.shape, True
                 use.input = use.input.expand(len(output), *use.input.shape[1:])
 
 

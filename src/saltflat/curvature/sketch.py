@@ -26,7 +26,6 @@ from statistics import fmean
 from typing import final
 
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -336,6 +335,8 @@ _ALL = ""  # stands for the sum over all blocks; no parameter is called so
 
 def bounded(stderr: float, degrees: float, checkpoint: int) -> float:
     """An upper bound on a standard error that was estimated, to stop at a checkpoint by."""
+    from scipy.stats import chi2
+
     if stderr == 0:
         return 0.0
     return stderr * sqrt(degrees / float(chi2.ppf(0.1 / 2**checkpoint, degrees)))

@@ -27,11 +27,13 @@ from saltflat.curvature.plan import (
     Plan,
     Refutation,
     Settings,
+    all_recorded,
     channels_last,
     close,
     coupled,
     examine,
     fast_rules,
+    plan_again,
     plan_for,
     proof_of,
     taken_for_cross_entropy,
@@ -338,7 +340,7 @@ class Pass(ABC):
             moving = (v for (_, name), v in self.pending.items() if name in plan.dormant)
             if examined != start and any(bool(value.any()) for value in moving):
                 # Now there is something to see.
-                plan, examined = examine(self.risk, chunk, self.settings.certify), start
+                plan, examined = plan_again(self.risk, chunk, self.settings.certify), start
                 continue
             self.samples += size
             self.normaliser += done[0]
@@ -441,7 +443,8 @@ class Pass(ABC):
             return plan
         with full_precision(self.risk.device):
             fast = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
-        lost = {n for n in plan.dims if n not in fast.dims and n not in fast.dormant}
+        shown = fast.dims.keys() | (fast.dormant - plan.dormant)
+        lost = plan.dims.keys() - shown
         if not alone:
             lost |= {n for n, dim in plan.dims.items() if fast.dims.get(n, dim) != dim}
         if (lost or written) and coupled(self.risk, chunk, outputs):
@@ -454,9 +457,8 @@ class Pass(ABC):
 
     def _all_recorded(self, plan: Plan, live: Sequence[Use], proof: Proof) -> bool:
         """Whether the recorded operations are all that take the parameters of fast rules."""
-        reached = (use for use in live if proof.holds(use.edge.node))
-        calls = Counter(name for use in reached for name in use.names.values())
-        return all(calls[n] == proof.edges.get(n, 0) for n in self.requests if n in plan.dims)
+        fast = self.requests.keys() & plan.dims.keys() & proof.edges.keys()
+        return fast <= all_recorded(live, proof)
 
     def terms(
         self, chunk: Chunk, live: Sequence[Use], arrived: list[Any], names: frozenset[str]

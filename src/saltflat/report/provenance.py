@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import final
 
 import numpy as np
-import scipy
 import torch
 from torch import nn
 
@@ -63,6 +62,8 @@ def provenance(
 
     `spent` is in gradients of one sample.
     """
+    import scipy
+
     assert certificate is not None, "a sweep comes with one"
     seen = risk.watched.first
     if seen is None:  # no measure needed a whole pass

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
-from scipy.sparse import coo_matrix, csr_matrix, vstack
 from torch import Tensor
 
 from saltflat.symmetries.element import Factors, Layout
 from saltflat.symmetries.propagate import Propagation
 from saltflat.symmetries.scales import DERIVED, PINNED, Terms
 from saltflat.symmetries.solve import Array, independent, null_space
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Assembly:
     """The variables of a propagation as a sparse linear system."""
 
     def __init__(self, propagation: Propagation) -> None:
+        from scipy.sparse import csr_matrix, vstack
+
         self.propagation, self.scales = propagation, propagation.scales
         statistics = {**propagation.means, **propagation.deviations}
         own = {**propagation.parameters(), **{n: ((i, 1.0),) for n, i in statistics.items()}}
@@ -89,6 +93,8 @@ class Assembly:
 
     def _plain(self, ids: Tensor, factors: Tensor) -> csr_matrix:
         """Rows `Σ_j factors[r, j] · ids[r, j]` over the terms that are variables themselves."""
+        from scipy.sparse import coo_matrix
+
         plain = (ids > PINNED) & (ids < DERIVED)
         row, _ = plain.nonzero(as_tuple=True)
         column = self.number[ids[plain]]
@@ -101,6 +107,8 @@ class Assembly:
 
     def _nested(self, ids: Tensor, factors: Tensor) -> csr_matrix:
         """Rows `Σ_j factors[r, j] · ids[r, j]` over the terms that are combinations."""
+        from scipy.sparse import coo_matrix
+
         nested = ids >= DERIVED
         row, _ = nested.nonzero(as_tuple=True)
         entries = factors[nested].numpy(), (row.numpy(), (ids[nested] - DERIVED).numpy())
@@ -111,6 +119,8 @@ class Assembly:
 
     def solve(self) -> Basis:
         """All solutions, with the columns as they come: some may do nothing, or the same."""
+        from scipy.sparse import vstack
+
         layouts, members, single = self._layouts()
         soft = [self.rows(i) for _, i in self.soft]
         solution = null_space(vstack([self.equations, *soft]).tocsr())
@@ -174,6 +184,8 @@ class Assembly:
 
     def _approximate(self, soft: list[csr_matrix]) -> list[tuple[str, int]]:
         """Names of the directions that only an eps forbids."""
+        from scipy.sparse import vstack
+
         if not soft:
             return []
         pinned = vstack(soft).tocsr()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
 from saltflat.checks import check_options
@@ -149,6 +148,8 @@ class _Masses:
 
     def refuse_negative(self, degrees: float) -> tuple[str, ...]:
         """Refuse what is negative beyond rounding and noise; the names of what is within noise."""
+        from scipy.special import ndtr, stdtrit
+
         rounding = _ROUNDING * np.abs(self.masses).max(initial=0.0)
         limit = _SURE
         if degrees < inf:

@@ -6,17 +6,19 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
-from scipy.sparse import csr_matrix, vstack
 from torch import Tensor, nn
 
 from saltflat.errors import ModelError
 from saltflat.risk import unwrap
 from saltflat.symmetries.scales import squash
 from saltflat.symmetries.solve import Array
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 #: entries that are rescaled at once
 _PIECE = 1 << 20
@@ -95,6 +97,8 @@ class Factors:
     @cached_property
     def written_out(self) -> tuple[dict[str, Tensor], csr_matrix]:
         """The row of every entry, in a matrix that has one for each kind of entry."""
+        from scipy.sparse import vstack
+
         classes, blocks, count = {}, [self.matrix[: self.single]], self.single
         for name, layout in self.layouts.items():
             if len(layout.terms) == 1:

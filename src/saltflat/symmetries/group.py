@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, final, get_args
+from typing import TYPE_CHECKING, Any, final, get_args
 
 import numpy as np
 import torch
 from rich.table import Table
-from scipy.sparse import csr_matrix
-from scipy.sparse.linalg import lsqr
 from torch import Tensor, nn
 
 from saltflat.errors import InvalidValue, nearest
@@ -21,6 +19,9 @@ from saltflat.result import plain_text
 from saltflat.symmetries.assemble import first_rows, uniform
 from saltflat.symmetries.balance import balanced
 from saltflat.symmetries.element import Element, Exponents
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 Kind = Symmetry
 KINDS: tuple[Kind, ...] = get_args(Symmetry)
@@ -156,6 +157,8 @@ class Group:
         Minimum Sharpness (Ibayashi et al., 2021, section 2): W_d → α_d W_d with Π α_d = 1; the
         biases follow, b_d → (Π_{i≤d} α_i) b_d. Weights that are not named stay as they are.
         """
+        from scipy.sparse.linalg import lsqr
+
         layers = self.only("layer")
         e = layers.exponents()
         weights = [n for n in layers.parameters() if e.classes[n].ndim > 1]

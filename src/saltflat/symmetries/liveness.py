@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.sparse import csr_matrix, vstack
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +20,9 @@ from saltflat.session import TensorValues
 from saltflat.symmetries.element import Factors, Layout
 from saltflat.symmetries.evaluate import Evaluation, evaluation
 from saltflat.symmetries.solve import Array
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 #: relative to the largest derivative; rounding in float64 leaves about 1e-16
 NOTHING = 1e-13
@@ -56,6 +58,8 @@ def liveness(
     number to all scores of a query, which the softmax ignores. A model that does not run at such
     points (it takes a logarithm, a Cholesky factor, bits) is believed to use all of its parameters.
     """
+    from scipy.sparse import vstack
+
     layouts = {n: layout for n, layout in factors.layouts.items() if n in names}
     with suppress(Exception):
         sizes = {n: _size(p.detach()) for n, p in model.named_parameters() if n in layouts}
@@ -71,6 +75,8 @@ def liveness(
 
 
 def _observed(point: _Point, factors: Factors, layouts: Mapping[str, Layout]) -> Liveness:
+    from scipy.sparse import vstack
+
     rows, seen = factors.matrix[:0], set[str]()
     for seed in range(POINTS):
         effects = point.effects(seed)

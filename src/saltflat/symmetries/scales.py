@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 #: the entry is zero (or infinite) whatever the parameters are: any scale is right for it
@@ -294,6 +292,9 @@ class Scales:
 
     def _unite(self, pairs: Tensor) -> bool:
         """Merge variables that are not combinations of others; the pinned one wins."""
+        from scipy.sparse import coo_matrix
+        from scipy.sparse.csgraph import connected_components
+
         base = (pairs < DERIVED).all(0)
         if not base.any():
             return False

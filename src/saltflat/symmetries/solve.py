@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.sparse import coo_matrix, csr_matrix, diags, identity
-from scipy.sparse.csgraph import connected_components
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 Array = np.ndarray[Any, Any]
 Exact = int | Fraction  # nearly all are ±1, and integers take a tenth of the time
@@ -22,6 +23,8 @@ def null_space(equations: csr_matrix, late: Array | None = None) -> csr_matrix:
     elimination. A variable that is True in `late` is solved for only if nothing else can be: it
     stays free where it may.
     """
+    from scipy.sparse import identity
+
     count = equations.shape[1]
     basis = identity(count, format="csr")
     late = np.zeros(count, bool) if late is None else late
@@ -50,6 +53,9 @@ def _clean(matrix: csr_matrix) -> csr_matrix:
 
 def _components(equations: csr_matrix, lengths: Array) -> csr_matrix | None:
     """The map from merged variables to all, or None if there is nothing simple to solve."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
     count, start = equations.shape[1], equations.indptr[:-1]
     single = equations.indices[start[lengths == 1]]
     two = start[lengths == 2]
@@ -72,6 +78,8 @@ def _components(equations: csr_matrix, lengths: Array) -> csr_matrix | None:
 
 def _alone(equations: csr_matrix, late: Array) -> csr_matrix | None:
     """The map from the others to all variables, where some occur in one equation each."""
+    from scipy.sparse import coo_matrix
+
     counts = np.bincount(equations.indices, minlength=equations.shape[1])
     row = np.repeat(np.arange(equations.shape[0]), np.diff(equations.indptr))
     column, data = equations.indices, equations.data
@@ -159,6 +167,8 @@ def _substitute(
 
 
 def _back_substitute(solved: list[tuple[int, dict[int, Exact]]], count: int) -> csr_matrix:
+    from scipy.sparse import coo_matrix, csr_matrix
+
     known: dict[int, dict[int, Exact]] = {}
     for pivot, value in reversed(solved):
         full: dict[int, Exact] = defaultdict(int)
@@ -181,6 +191,8 @@ def independent(columns: csr_matrix) -> Array:
     A row with one entry shows that its column is independent of the others; taking such columns
     away leaves few, which are eliminated.
     """
+    from scipy.sparse import diags
+
     matrix = columns.tocsr()
     matrix.eliminate_zeros()
     left = np.ones(matrix.shape[1], bool)
