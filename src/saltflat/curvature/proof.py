@@ -429,8 +429,8 @@ _POINTWISE = (_KINKS - {
     "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Median", "Min", "MkldnnMaxPool2D",
     "MkldnnMaxPool3D", "Mode", "MpsMaxPool2D", "Nanmedian", "Sort", "Topk",
 }) | {
-    "Abs", "Add", "Addcdiv", "Addcmul", "Celu", "Clone", "Conj", "Copy", "Cos", "Div", "Elu",
-    "Erf", "Exp", "Gelu", "Hardswish", "Lerp", "Log", "LogSigmoid", "MaskedFill", "Mish", "Mul",
+    "Abs", "Add", "Addcdiv", "Addcmul", "Alias", "Celu", "Clone", "Conj", "Copy", "Cos", "Div",
+    "Elu", "Erf", "Exp", "Gelu", "Hardswish", "Lerp", "Log", "LogSigmoid", "MaskedFill", "Mish", "Mul",
     "NativeDropout", "Neg", "Pow", "Reciprocal", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin",
     "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy", "Where",
 }
@@ -455,7 +455,8 @@ _RELAID = _VIEW | {"Alias", "Clone", "Permute", "Squeeze", "ToCopy", "Transpose"
 _ALONG = {
     **dict.fromkeys((
         "Amax", "Amin", "Cat", "Cumsum", "LogSoftmax", "Max", "Mean", "Min", "Select", "Slice",
-        "Softmax", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sum", "Unbind", "Unsqueeze",
+        "SafeSoftmax", "Softmax", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sum", "Unbind",
+        "Unsqueeze",
     ), ("_saved_dim",)),
     **dict.fromkeys(("Flip", "Roll"), ("_saved_dims",)),
     "Transpose": ("_saved_dim0", "_saved_dim1"),
