@@ -430,7 +430,8 @@ _POINTWISE = (_KINKS - {
     "MkldnnMaxPool3D", "Mode", "MpsMaxPool2D", "Nanmedian", "Sort", "Topk",
 }) | {
     "Abs", "Add", "Addcdiv", "Addcmul", "Alias", "Celu", "Clone", "Conj", "Copy", "Cos", "Div",
-    "Elu", "Erf", "Exp", "Gelu", "Hardswish", "Lerp", "Log", "LogSigmoid", "MaskedFill", "Mish", "Mul",
+    "Elu", "Erf", "Exp", "Gelu", "Hardswish", "Lerp", "Log", "LogSigmoid", "MaskedFill", "Mish",
+    "Mul",
     "NativeDropout", "Neg", "Pow", "Reciprocal", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin",
     "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy", "Where",
 }
