@@ -103,6 +103,31 @@ def test_sketches_look_too() -> None:
     agrees(result, oracle.blocks(oracle.ggn), sigmas=5)
 
 
+class Places(nn.Module):
+    """What is looked up once for all samples goes another way too, for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.place, self.up, self.head = nn.Embedding(5, 4), nn.Linear(1, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        places = self.place(torch.arange(5)[None])
+        h = F.relu(self.up(a[..., None]) + places)
+        return self.head((h + torch.einsum("nt,mtc->ntc", b, places)).sum(1))
+
+
+@pytest.mark.parametrize("form", WAYS.values(), ids=WAYS)
+def test_lookups_that_go_another_way_later(form: Callable[[Any], Any]) -> None:
+    (a, b), y = missing()
+    b[[n for n in range(N) if n % 16 not in (5, 6)]] = 0  # these two are not looked at
+    model, oracle = Places(), Dense(Places(), (a, b), y)
+    result = sf.diagonal(model, form(((a, b), y)))
+    assert result.exact
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
 class Asleep(nn.Module):
     """A residual branch that ends in zeros, for all samples or for those with an input of 0."""
 

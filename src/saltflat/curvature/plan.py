@@ -401,10 +401,18 @@ def _cotangent(use: Use, generator: torch.Generator) -> Tensor:
 
 
 def all_recorded(uses: Iterable[Use], proof: Proof) -> frozenset[str]:
-    """The parameters that the recorded operations take, and no other one."""
-    reached = (use for use in uses if proof.holds(use.edge.node))
+    """The parameters that the recorded operations take, and no other one.
+
+    Rows that were looked up once must go into the recorded sum alone.
+    """
+    reached = [use for use in uses if proof.holds(use.edge.node) and _goes_one_way(use, proof)]
     calls = Counter(name for use in reached for name in use.names.values())
     return frozenset(name for name, count in calls.items() if count == proof.edges.get(name))
+
+
+def _goes_one_way(use: Use, proof: Proof) -> bool:
+    lookup = use.lookup if isinstance(use, EmbeddingUse) else None
+    return lookup is None or proof.goes_one_way(lookup)
 
 
 def _pulled(outputs: Any, sources: Sequence[Any], cotangent: Any) -> Sequence[Tensor | None]:

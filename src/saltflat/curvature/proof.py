@@ -221,10 +221,15 @@ class Proof:
     edges: Mapping[str, int]  # parameter -> how many operations take it
     log_probabilities: bool  # the outputs are a log-softmax over the classes
     _sample_dim: Mapping[Any, int | None]  # every node -> the dimension of its samples, if it has
+    _takers: Mapping[Any, int]  # node -> how many operations take its results
 
     def keeps_rows(self, node: Any) -> bool:
         """Whether row block i of a node's output reaches the output of sample i alone."""
         return self._sample_dim.get(node) == 0
+
+    def goes_one_way(self, node: Any) -> bool:
+        """Whether one operation takes a node's result, and no other."""
+        return self._takers.get(node) == 1
 
     def holds(self, node: Any) -> bool:
         """Whether the outputs come by this node."""
@@ -270,6 +275,7 @@ def prove(
         reached = _curved_bits(curved_pairs(node, name, len(below), writes), below, every)
         if reached:
             curved[name] = curved.get(name, 0) | reached
+    takers = Counter(child for _, _, children in order for child, _ in children)
     return Proof(
         frozenset(_members(reach[outputs.grad_fn], parameters)),
         _blamed(curved, parameters),
@@ -277,9 +283,10 @@ def prove(
         frozenset(curved) - {*_PRODUCTS, *_CONDITIONAL, _PART},
         tuple(trail),
         narrowest(outputs, order),
-        _edges(order, parameters),
+        _edges(takers, parameters),
         head is not None,
         _sample_dims(order, len(outputs) if outputs.ndim else 1),
+        takers,
     )
 
 
@@ -296,12 +303,11 @@ def narrowest(outputs: Tensor, order: Sequence[Visit] | None = None) -> torch.dt
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _edges(order: Sequence[Visit], parameters: Mapping[str, Tensor]) -> dict[str, int]:
+def _edges(takers: Mapping[Any, int], parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """parameter -> how many edges of the graph end there."""
-    ends = Counter(child for _, _, children in order for child, _ in children)
     names = {id(p): name for name, p in parameters.items()}
-    leaves = ((node, names.get(id(getattr(node, "variable", None)))) for node in ends)
-    return {name: ends[node] for node, name in leaves if name is not None}
+    leaves = ((node, names.get(id(getattr(node, "variable", None)))) for node in takers)
+    return {name: takers[node] for node, name in leaves if name is not None}
 
 
 def _curved_bits(pairs: Pairs | None, below: Sequence[int], every: int) -> int:

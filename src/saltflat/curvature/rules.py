@@ -354,7 +354,7 @@ class EmbeddingUse(Use):
     rule: ClassVar[str] = "embedding"
     rows: int
     padding: int | None
-    spread: bool = False  # looked up once, and added to the rows of all samples: `edge` is the sum
+    lookup: Any = None  # done once for all samples, in this node; `edge` is a sum with their rows
 
     def matrix(self) -> Matrix:
         return Matrix(out=1)
@@ -534,7 +534,8 @@ class Recorder(Safe):
             shape = getattr(bound[other], "shape", None)
             if use is not None and output.shape == shape and bound.get("alpha", 1) == 1:
                 del self._looked_up[id(bound[one])]
-                use.edge, use.shape, use.spread = get_gradient_edge(output), output.shape, True
+                use.lookup, use.edge = use.edge.node, get_gradient_edge(output)
+                use.shape = output.shape
                 use.input = use.input.expand(len(output), *use.input.shape[1:])
 
 
