@@ -376,13 +376,11 @@ def _rules_asleep(
 
     Both sides are compared for cotangents that start at the operations of these parameters. What
     that cannot show must be proved: that no other operation takes a parameter, and that what
-    arrives at the rows of an operation's output comes from the samples that they belong to. (What
-    is looked up once may go elsewhere than into the sum that is taken for its operation.)
+    arrives at the rows of an operation's output comes from the samples that they belong to.
     """
     rows = Rows(len(outputs))
     uses = [u for u in uses if dormant & set(u.names.values()) and proof.holds(u.edge.node)]
-    unclear = [u for u in uses if not proof.keeps_rows(u.edge.node) or getattr(u, "spread", False)]
-    apart = {n for u in unclear for n in u.names.values()}
+    apart = {n for u in uses if not proof.keeps_rows(u.edge.node) for n in u.names.values()}
     names = sorted(dormant & all_recorded(uses, proof) - apart)
     if not names:
         return {}
