@@ -343,9 +343,10 @@ def bounded(stderr: float, degrees: float, checkpoint: int) -> float:
 
 
 # What things cost, in gradients over the same data: a look at the model with its checks and pilots,
-# a direction of an exact sweep, a pass without draws, then each draw. Measured on a language model
-# on an H200.
-_LOOK, _DIRECTION, _SETUP, _LOSS, _PROPAGATED, _PROBED = 14.0, 0.4, 3.0, 1.2, 4.0, 2.0
+# a direction of an exact sweep, a pass without draws, then each draw; of a probe more where the
+# changes of weights are written out. Measured on language models.
+_LOOK, _DIRECTION, _SETUP, _LOSS = 14.0, 0.4, 3.0, 1.2
+_PROPAGATED, _PROBED, _WRITTEN = 4.0, 2.0, 4.0
 
 # A sample with more directions than this has its loss's Hessian drawn, not swept over.
 FEW_DIRECTIONS = 16
@@ -365,10 +366,12 @@ class Ways:
     probed: frozenset[str] = NOTHING
     scales: Mapping[str, float] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)  # variance of probes / propagated
+    written: bool = False  # more than traces is asked for
 
     def cost(self, loss: bool) -> float:
         """Of one draw, in gradients."""
-        cost = _PROPAGATED * bool(self.propagated) + _PROBED * bool(self.probed)
+        probe = _PROBED + _WRITTEN * self.written
+        cost = _PROPAGATED * bool(self.propagated) + probe * bool(self.probed)
         return cost + _LOSS * (loss and (bool(self.probed) or not self.propagated))
 
     def rule(self, name: str) -> str:
@@ -457,6 +460,11 @@ class Estimation:
         return count + more if 4 * more >= count else count
 
     @property
+    def _written(self) -> bool:
+        """Whether more than traces is asked for."""
+        return any(self.requests[name] - _TRACES for name in self.curved)
+
+    @property
     def _draws_loss(self) -> bool:
         """Whether the Gauss–Newton part is drawn too."""
         return not self.known
@@ -526,7 +534,7 @@ class Estimation:
             return propagated if other is None else other
         probed = other.sketch.probed
         if self.fixed is not None:
-            return Ways(names - probed, probed, scales)
+            return Ways(names - probed, probed, scales, written=self._written)
         return self._cheapest(one, other, gauss_newton)
 
     def _scales(self, gauss_newton: Mapping[str, float]) -> dict[str, float]:
@@ -588,8 +596,8 @@ class Estimation:
 
         offers = [
             Ways(names, NOTHING, scales, ratios),
-            Ways(names - probed, probed, scales, ratios),
-            Ways(names - better, better, scales, ratios),
+            Ways(names - probed, probed, scales, ratios, self._written),
+            Ways(names - better, better, scales, ratios, self._written),
         ]
         return min(offers, key=price)
 
