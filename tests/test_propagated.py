@@ -391,3 +391,43 @@ def test_signs_are_independent() -> None:
         assert float(matrix.abs().max()) < 5.5 * length**0.5
     following = (signs[:, 1:] * signs[:, :-1]).mean()
     assert abs(float(following)) < 5 / (64 * 4095) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Gated, lambda: torch.randn(6, 1, 4, 4)),
+        (lambda: Pooled(Language(tied=False, layers=1)), lambda: torch.randint(4, (6, 2))),
+    ],
+    ids=["convolutions", "attention"],
+)
+def test_errors_of_diagonals_hold(model: Callable[[], nn.Module], x: Callable[[], Tensor]) -> None:
+    """Scores of all entries over some seeds, of the blocks that probes of activations serve."""
+    network, data = model().eval(), (x(), torch.tensor([0, 2, 1, 1, 0, 2]))
+    oracle = Dense(network, *data)
+    truth, scores = oracle.blocks(oracle.hessian), dict[str, list[Tensor]]()
+    for seed in range(8):
+        found = sf.diagonal(network, data, estimator=sf.ActivationProbes(16, seed))
+        for name, detail in found.details.items():
+            if detail.rule == "activation probes":
+                error = detail.value.flatten() - truth[name].diagonal()
+                felt = torch.as_tensor(detail.stderr).flatten() > 0
+                score = error[felt] / torch.as_tensor(detail.stderr).flatten()[felt]
+                scores.setdefault(name, []).append(score)
+                assert not error[~felt].abs().gt(1e-9).any()
+    assert len(scores) > 8
+    pooled = torch.cat([torch.cat(each) for each in scores.values()])
+    assert 0.8 < float(pooled.square().mean().sqrt()) < 1.3
+    assert abs(float(pooled.mean())) < 0.2
+
+
+class Pooled(nn.Module):
+    """The sum of another's outputs over positions."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x).sum(1)
+        return out
