@@ -430,6 +430,13 @@ ROWS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "both ways": (lambda w: w + w.T, False),
     "columns cut": (lambda w: w.T.reshape(2, 3, 6).flatten(0, 1).T, True),
     "columns of two": (lambda w: w.T.reshape(12, 3).reshape(6, 6).T, False),
+    "the last first, of three": (lambda w: w[:, None].permute(-1, 0, 1).flatten(1), False),
+    "the last first, of five": (lambda w: w[:, None, None, None].permute(-1, 0, 1, 2, 3), False),
+    "the last back, of three": (lambda w: w[:, None].permute(0, -1, 1).flatten(1), True),
+    "rows for every product": (
+        lambda w: torch.baddbmm(w, A.expand(6, 6, 6), A.expand(6, 6, 6)),
+        False,
+    ),
     "scattered": (lambda w: torch.zeros_like(w).scatter_add(0, INDEX, w), False),
 }
 

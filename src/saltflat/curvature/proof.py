@@ -416,7 +416,7 @@ def _dim_below(
 ) -> int | None:
     """Where a dimension of a result is in the operand that was laid out anew, if it is one."""
     if name == "Permute":
-        return int(node._saved_dims[dim]) % len(shape)
+        return signed(node._saved_dims[dim]) % len(shape)
     if name == "Transpose":
         one, other = (next(iter(_dims(node, (a,), len(shape)))) for a in _ALONG[name])
         return {one: other, other: one}.get(dim, dim)
@@ -524,7 +524,7 @@ def _operand_dim(
 def _moved_from(node: Any, name: str, ndim: int, dim: int) -> int | None:
     """Where in its operand an operation that moves whole dimensions takes one from."""
     if name == "Permute" and node._saved_dims:
-        return int(node._saved_dims[dim]) % ndim
+        return signed(node._saved_dims[dim]) % ndim
     if name == "Transpose":
         one, other = (signed(d) % ndim for d in (node._saved_dim0, node._saved_dim1))
         return {one: other, other: one}.get(dim, dim)
@@ -559,7 +559,8 @@ def _local(
     if name in _POINTWISE:
         return len(shape) == len(into)
     if name in _ROW_OPERANDS:
-        return position in _ROW_OPERANDS[name] and _by_row(node, name, into)
+        apart = len(shape) == len(into) and position in _ROW_OPERANDS[name]
+        return apart and _by_row(node, name, into)
     if name == "Expand":
         return len(shape) == len(into)
     if name == "ConstantPadNd":
@@ -567,7 +568,7 @@ def _local(
     if name == "AsStrided":
         return shape == into and _restrided(node, into)
     if name == "Permute":
-        return bool(node._saved_dims) and node._saved_dims[0] % len(into) == 0
+        return bool(node._saved_dims) and signed(node._saved_dims[0]) % len(into) == 0
     if name in _ALONG:
         return 0 not in _dims(node, _ALONG[name], max(len(shape), len(into)))
     return False
