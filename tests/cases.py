@@ -303,6 +303,7 @@ GRAPHS = [
         classes(6, 3),
         rules={"place.*": "per-sample", "embed.*": "embedding"},
     ),
+    Case("one place", net.OnePlace, classes(6, 3), rules={"place.*": "per-sample"}),
     Case("embedding padding", lambda: net.TokenSum(padding_idx=0), classes(6, 3)),
     Case(
         "embedding sparse",

@@ -128,6 +128,24 @@ def test_lookups_that_go_another_way_later(form: Callable[[Any], Any]) -> None:
     agrees(result, oracle.blocks(oracle.hessian))
 
 
+class ChangedPlaces(Places):
+    """What was looked up is changed in place, by nothing at first."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        places = self.place(torch.arange(5).expand(len(a), 5))
+        places.mul_(1 + b[..., None])
+        return self.head(F.relu(self.up(a[..., None]) + places).sum(1))
+
+
+@pytest.mark.parametrize("form", WAYS.values(), ids=WAYS)
+def test_lookups_that_are_changed_later(form: Callable[[Any], Any]) -> None:
+    data = missing()
+    model, oracle = ChangedPlaces(), Dense(ChangedPlaces(), *data)
+    result = sf.diagonal(model, form(data))
+    assert result.exact
+    agrees(result, oracle.blocks(oracle.hessian))
+
+
 class Asleep(nn.Module):
     """A residual branch that ends in zeros, for all samples or for those with an input of 0."""
 

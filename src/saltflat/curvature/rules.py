@@ -531,8 +531,11 @@ class Recorder(Safe):
         """
         for one, other in (("input", "other"), ("other", "input")):
             _, use = self._looked_up.get(id(bound[one]), (None, None))
-            shape = getattr(bound[other], "shape", None)
-            if use is not None and output.shape == shape and bound.get("alpha", 1) == 1:
+            if use is None or bound[one].grad_fn is not use.edge.node:
+                continue  # of another origin, or changed in place
+            shape = getattr(bound[other], "shape", ())
+            each = output.shape == shape and use.shape[1:] == shape[1:]
+            if each and bound.get("alpha", 1) == 1:
                 del self._looked_up[id(bound[one])]
                 use.lookup, use.edge = use.edge.node, get_gradient_edge(output)
                 use.shape = output.shape
