@@ -411,6 +411,10 @@ ROWS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "padded": (lambda w: F.pad(w, (1, 1)), True),
     "padded rows": (lambda w: F.pad(w, (0, 0, 1, -1)), False),
     "convolution": (lambda w: F.conv1d(w[:, None], A[:1, None, :3]), True),
+    "convolution over time": (
+        lambda w: torch.conv_tbc(w[:, None], A.expand(3, 6, 6), ZEROS, 1)[:, 0],
+        False,
+    ),
     "convolution over rows": (lambda w: F.conv1d(w.T[None], A[:, :, None])[0].T, False),
     "pooled, channels last": (
         lambda w: F.adaptive_avg_pool2d(

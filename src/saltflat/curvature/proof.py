@@ -451,7 +451,8 @@ _OF_IMAGES = {
 }
 # Which operands keep their rows, the first dimension.
 _ROW_OPERANDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(_CONVOLUTIONS | _BATCH_NORMS | _OF_IMAGES, (0,)),
+    # The first dimension of conv_tbc is time, along which it goes.
+    **dict.fromkeys((_CONVOLUTIONS - {"ConvTbc"}) | _BATCH_NORMS | _OF_IMAGES, (0,)),
     **dict.fromkeys(("Mm", "Linear", "PreluKernel", "NativeGroupNorm", "PixelShuffle"), (0,)),
     "Addmm": (1,), "Bmm": (0, 1), "Baddbmm": (0, 1, 2), "NativeLayerNorm": (0,),
 }
