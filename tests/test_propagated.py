@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from dense import Dense
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saltflat as sf
 from saltflat.curvature.activation import ProbedChunk
@@ -314,6 +315,36 @@ class Windows(nn.Module):
 def test_windows_of_all_kinds() -> None:
     unprobed = frozenset({"spread.weight", "spread.bias"})
     agree(Passed(Windows(), torch.randn(2, 2, 3, 3), torch.tensor([0, 2])), unprobed=unprobed)
+
+
+class _Convolutions(TorchDispatchMode):
+    """Counts convolutions and their gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "convolution" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_groups_cost_no_convolutions() -> None:
+    """A probe takes as many through a depthwise convolution as through one of few groups."""
+    counts = []
+    for groups in (2, 16):
+        model = (
+            nn.Sequential(
+                nn.Conv2d(1, 16, 1), nn.SiLU(), nn.Conv2d(16, 16, 3, groups=groups), nn.SiLU()
+            )
+            .append(nn.Flatten(1))
+            .append(nn.Linear(64, 3))
+        )
+        passed = Passed(model, torch.randn(2, 1, 4, 4), torch.tensor([0, 2]))
+        places = [(use, passed.rows) for use in passed.uses]
+        chunk = ProbedChunk(passed.outputs, passed.slope, places, frozenset(passed.parameters))
+        with _Convolutions() as counter:
+            dict(chunk.draw(torch.ones, {}))
+        counts.append(counter.count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("cell", [nn.RNN, nn.GRU, nn.LSTM])

@@ -122,7 +122,7 @@ def _plain_convolutions(outputs: Tensor) -> Iterator[None]:
     hooks = [
         node.register_hook(_replaced(node))
         for node, name, children in leaves_first(outputs.grad_fn)
-        if name == "ConvolutionBackward0" and (weight := children[1][0]) is not None
+        if name == "Convolution" and (weight := children[1][0]) is not None
         if hasattr(weight, "variable")  # no result of other operations, that may be asked for
     ]
     try:

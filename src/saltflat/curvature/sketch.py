@@ -58,10 +58,8 @@ from saltflat.losses import Loss, divisor
 from saltflat.risk import Batch, Risk
 
 NOTHING: frozenset[str] = frozenset()
+# Traces are kept sample by sample, and the noise of draws is no rounding; all else is summed.
 _TRACES: frozenset[Kind] = frozenset({"trace", "magnitude"})
-
-# Traces are kept sample by sample, and the noise of draws is no rounding.
-_NOT_SUMMED: frozenset[Kind] = frozenset({"trace", "magnitude"})
 
 
 @final
@@ -224,7 +222,7 @@ class SketchPass(Pass):
     def _reduce(
         self, name: str, k: int, term: Term, sign: Tensor | None, rows: slice, samples: int
     ) -> None:
-        wanted, weight = self.requests[name] - _NOT_SUMMED, self.weights.get(name)
+        wanted, weight = self.requests[name] - _TRACES, self.weights.get(name)
         traces = term.direction(0).traces(None)
         if sign is not None and len(sign) > 1:
             traces = traces - term.direction(1).traces(None)
@@ -286,7 +284,7 @@ class Tally:
                 mean = self.mean[name] + change * fresh / both
             self.mean[name], self.spread[name] = mean, spread
             self.sums.setdefault(name, []).append(values.sum(1))
-        for kind in frozenset[Kind]().union(*done.requests.values()) - _NOT_SUMMED:
+        for kind in frozenset[Kind]().union(*done.requests.values()) - _TRACES:
             draws = self.others.setdefault(kind, Draws(groups))
             names = [name for name in self.names if kind in done.requests[name]]
             sums = {name: done.drawn(kind, name).cpu() / self.scale for name in names}
@@ -581,17 +579,17 @@ class Estimation:
 
         def price(ways: Ways) -> float:
             total = 0.0
-            for n in names:
-                done = other if n in ways.probed else one
-                value = gauss_newton[n] + _mean(done, n)
-                target = self._target(value, gauss_newton[n], whole)
-                spread = _variance(one, n)
+            for n, size in gauss_newton.items():
+                if n not in names:
+                    continue
+                # Not by the pilots' own traces, which may be all noise.
+                target, spread = self._target(size, size, whole), _variance(one, n)
                 if n in ways.probed:
                     spread = spread * ratios[n] if spread > 0 else _variance(other, n)
                 draws = self.piloted * (sqrt(spread) / target) ** 2 if target > 0 else 0.0
                 # What is out of reach anyway counts less, but does count.
                 share = draws * ways.cost(self._draws_loss) / self.settings.gradients
-                total += max(abs(value), gauss_newton[n]) * log1p(share)
+                total += abs(size) * log1p(share)
             return total
 
         offers = [
@@ -623,7 +621,3 @@ def _variance(done: SketchPass, name: str) -> float:
     """Of one draw of a block's trace."""
     scale = divisor(done.loss, done.normaliser)
     return float(done.trace(name).var(0).sum()) / scale**2
-
-
-def _mean(done: SketchPass, name: str) -> float:
-    return float(done.trace(name).mean(0).sum()) / divisor(done.loss, done.normaliser)
