@@ -28,7 +28,7 @@ MAY_USE: dict[str, set[str]] = {
 }
 OUTSIDE = {"zoo", "datasets", "demo"}
 MOST_LINES = 40
-MOST_MODULES = 100
+MOST_MODULES = 130
 
 
 def room(path: Path) -> str | None:
