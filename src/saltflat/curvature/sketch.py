@@ -433,8 +433,8 @@ class Estimation:
                 return chosen
             ways, gauss_newton = chosen, rough
         self.spent += self.swept * _DIRECTION
-        tally, needed = Tally(self.requests, self.known), 0.0
-        while (target := self._next(tally, ways, needed)) > tally.count:
+        tally = Tally(self.requests, self.known)
+        while (target := self._next(tally, ways, gauss_newton)) > tally.count:
             draws = range(tally.count, target)
             parts = ways.propagated, ways.probed, ways.scales, ways.cost(self._draws_loss)
             sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts)
@@ -444,27 +444,35 @@ class Estimation:
             self.spent += _SETUP + len(draws) * sketch.price
             self.risk.work.add(done.samples, _SETUP)
             tally.add(done, self.groups)
-            if self.fixed is None and (needed := self._needed(tally, gauss_newton)) <= tally.count:
+            if self.fixed is None and self._enough(tally, gauss_newton, tally.count):
                 break
         return tally, ways
 
-    def _next(self, tally: Tally, ways: Ways, needed: float) -> int:
+    def _next(self, tally: Tally, ways: Ways, gauss_newton: Mapping[str, float]) -> int:
         """How many draws there are to be at the next checkpoint; no more, if none are paid for.
 
         Checkpoints are fixed beforehand; those at which the draws will hardly do are passed over.
         """
-        count, first, step = tally.count, max(_FIRST_DRAWS, self.groups), self.groups or 1
+        count, first, step = tally.count, self._first, self.groups or 1
         if count == 0:
             return self.fixed.draws if self.fixed is not None else first
         if tally.samples * count < _LEAST_SIGNS:
             return 2 * count
         if self.fixed is not None:
             return count
-        wanted = first * _GROWTH ** max(checkpoint(min(needed, 4.0 * count), first) - 1, 0)
         left = self.settings.gradients - self.spent - _SETUP
         most = min(count + int(left / ways.cost(self._draws_loss)), _MOST_DRAWS)
-        target = min(ceil(wanted / step) * step, most - most % step)
+        most -= most % step
+        target, place = count, checkpoint(count, first)
+        while target < most and (target == count or not self._enough(tally, gauss_newton, target)):
+            target = min(max(target, ceil(first * _GROWTH**place / step) * step), most)
+            place += 1
         return target if 4 * (target - count) >= count else count
+
+    @property
+    def _first(self) -> int:
+        """How many draws there are at the first checkpoint."""
+        return max(_FIRST_DRAWS, self.groups)
 
     @property
     def _written(self) -> bool:
@@ -492,16 +500,19 @@ class Estimation:
         tolerance = self.settings.tolerance
         return tolerance * max(abs(value), gauss_newton, whole / 5)
 
-    def _needed(self, tally: Tally, gauss_newton: Mapping[str, float]) -> float:
-        """About how many draws it takes until all errors, bounded, are within the tolerance."""
+    def _enough(self, tally: Tally, gauss_newton: Mapping[str, float], draws: int) -> bool:
+        """Whether with so many draws all errors, bounded, are within the tolerance.
+
+        For more than there are: if the draws to come scatter as those before.
+        """
         whole = sum(gauss_newton.values()) + self.elsewhere
-        place, most = checkpoint(tally.count, max(_FIRST_DRAWS, self.groups)), 0.0
+        place, more = checkpoint(draws, self._first), draws / tally.count
         for name in tally.names:
-            error = bounded(*tally.error(name), place)
+            stderr, degrees = tally.error(name)
             target = self._target(tally.value(name), gauss_newton[name], whole)
-            if error > 0:
-                most = max(most, (error / target) ** 2 if target > 0 else inf)
-        return tally.count * most
+            if bounded(stderr / sqrt(more), degrees * more, place) > target:
+                return False
+        return True
 
     def _few(self) -> list[Batch]:
         """Some samples for a pilot."""
