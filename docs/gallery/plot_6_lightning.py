@@ -10,6 +10,7 @@ Needs `pip install saltflat[lightning]`.
 """
 
 import logging
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from saltflat.integrations import SharpnessCallback, SharpnessModuleMixin
 from saltflat.zoo import mlp
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # no notes on the machine
+warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own use of torch
 
 
 class Classifier(SharpnessModuleMixin, LightningModule):
