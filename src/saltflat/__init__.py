@@ -34,7 +34,7 @@ from saltflat.errors import (
 from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
 from saltflat.moved import advice
-from saltflat.report import Comparison, Report
+from saltflat.report import Comparison, Report, Standing
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
@@ -85,6 +85,7 @@ __all__ = [
     "Report",
     "SaltflatError",
     "SharpnessPenalty",
+    "Standing",
     "Tolerances",
     "Trace",
     "__version__",

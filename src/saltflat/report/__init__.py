@@ -3,5 +3,17 @@
 from saltflat.report import store
 from saltflat.report.provenance import Provenance, provenance
 from saltflat.report.report import ASK, Comparison, Report, invariance
+from saltflat.report.standing import STANDING, Standing, standing
 
-__all__ = ["ASK", "Comparison", "Provenance", "Report", "invariance", "provenance", "store"]
+__all__ = [
+    "ASK",
+    "STANDING",
+    "Comparison",
+    "Provenance",
+    "Report",
+    "Standing",
+    "invariance",
+    "provenance",
+    "standing",
+    "store",
+]

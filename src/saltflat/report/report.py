@@ -16,6 +16,7 @@ from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.report import store
 from saltflat.report.provenance import Provenance
+from saltflat.report.standing import Standing
 from saltflat.result import Results
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Report(Results[Measurement]):
     provenance: Provenance
     notes: tuple[str, ...] = ()
     left_out: Mapping[str, float] = field(default_factory=dict)
+    standing: Standing | None = None
 
     def __getitem__(self, name: str) -> Measurement:
         if name in self.measurements:
