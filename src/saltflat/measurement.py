@@ -30,6 +30,9 @@ class Measurement:
     exact : True if nothing was sampled: equal to the definition up to rounding and `gap`.
     stderr : standard error of `value`, 0.0 if exact.
     degrees : degrees of freedom of `stderr`, for Student's t; inf if exact.
+    sampling : standard error of `value` as an estimate for the population that the samples come
+        from, taken as independent draws; None where it is not known. Beside `stderr`, which is of
+        the value on these samples.
     gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
     bound : "lower" for a supremum that was searched for, which is at least `value`; "upper" for a
         minimum over estimated curvature, which is at most what `value` ± `stderr` estimates.
@@ -60,6 +63,7 @@ class Measurement:
     max_over: Literal["neurons", "layers"] = "neurons"
     details: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    sampling: float | None = None
 
     @property
     def max(self) -> float:

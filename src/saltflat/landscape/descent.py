@@ -37,9 +37,9 @@ def descend(landscape: Landscape) -> Descent:
     To first order a step t lowers the loss by t Σ θ_i² (∂L/∂θ_i)²; the next place is where a
     parabola through what was seen has its minimum. Rescalings that keep the function, by which
     θ_i → s_i θ_i and ∂_i L → ∂_i L / s_i, carry this line over into itself, so that they leave what
-    is found as it is; that of −∇L they would not. Entries that are 0 stay; only if that leaves nothing to follow are
-    they given the mean square of all parameters instead. Costs one gradient, and a forward pass for
-    each place.
+    is found as it is; that of −∇L they would not. Entries that are 0 stay; only if that leaves
+    nothing to follow are they given the mean square of all parameters instead. Costs one gradient,
+    and a forward pass for each place.
     """
     loss, line = landscape.gradient(dtype=None)
     norm = float(total_norm(list(line.values())))

@@ -114,6 +114,7 @@ def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]
         return {
             "value": least.value,
             "exact": True,
+            "sampling": source.sampling(_shares(source, least)),
             "gap": least.gap,
             "by_parameter": least.by_parameter,
             "notes": notes(least),
@@ -133,6 +134,13 @@ def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]
         "by_parameter": {name: fitted.by_parameter[name] for name in source.values},
         "notes": (*((NOTE,) if bounds else ()), *notes(least)),
     }
+
+
+def _shares(source: Quantity, least: Least) -> dict[str, float]:
+    """The derivatives of the least trace in the traces, which are the factors at the minimum: the
+    minimum does not move to first order."""
+    totals = {name: float(value.sum()) for name, value in source.values.items()}
+    return {n: least.by_parameter[n] / total for n, total in totals.items() if total}
 
 
 def alphas(least: Least, layers: Any) -> dict[str, float]:
