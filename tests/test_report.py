@@ -42,6 +42,13 @@ from saltflat.measures import (
 from saltflat.report import Provenance
 
 CASE = BY_NAME["mlp"]
+
+
+@pytest.fixture(autouse=True)
+def a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "130")
+
+
 FEW = ["hessian_trace", "rho", "normalized_sharpness"]
 
 
@@ -787,7 +794,9 @@ def test_a_saved_report_can_be_read_by_others(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "is not a report: it is not JSON"),
         (b"[1, 2]", "is not a report that saltflat saved"),
         (b'{"loss": 0.3}', "is not a report that saltflat saved"),
-        (b'{"saltflat": 2}', "is not a report that saltflat saved"),
+        (b'{"saltflat": 2}', r"saved by a newer version of saltflat, in format 2; this one"),
+        (b'{"saltflat": "x"}', "is not a report that saltflat saved"),
+        (b'{"saltflat": 1, "kind": "audit"}', "is not a report: it holds an audit. Use sf.load"),
         (b'{"saltflat": 1}', "is a damaged report: KeyError"),
         (b'{"saltflat": 1, "provenance": 3}', "is a damaged report: TypeError"),
     ],

@@ -44,6 +44,7 @@ class MinimumSharpness(Measure):
     name: ClassVar[str] = "minimum_sharpness"
     title: ClassVar[str] = "min_α Tr H"
     paper: ClassVar[str] = "Ibayashi et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("ibayashi2021minimum",)
     equation: ClassVar[str] = "(4), Theorem 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
@@ -79,6 +80,7 @@ class NeuronwiseMinimumSharpness(Measure):
     name: ClassVar[str] = "neuronwise_minimum_sharpness"
     title: ClassVar[str] = "min over all rescalings of Tr H"
     paper: ClassVar[str] = "saltflat, after Ibayashi et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("saltflat", "ibayashi2021minimum")
     equation: ClassVar[str] = ""
     needs: ClassVar[frozenset[Need]] = frozenset({"diagonal"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING

@@ -50,6 +50,7 @@ class NormalizedSharpness(Measure):
     name: ClassVar[str] = "normalized_sharpness"
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(17)"
     needs: ClassVar[frozenset[Need]] = frozenset({"diagonal", "magnitude"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -125,6 +126,7 @@ class MatrixNormalizedSharpness(Measure):
     name: ClassVar[str] = "matrix_normalized_sharpness"
     title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(13)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from saltflat.landscape import Landscape, descend
 from saltflat.losses import CrossEntropy, JointLoss, Loss, divisor
+from saltflat.printed import Told
 from saltflat.risk import Batch
 from saltflat.work import FORWARD
 
@@ -34,8 +35,8 @@ PROBABILITIES = (
 
 
 @final
-@dataclass(frozen=True)
-class Standing:
+@dataclass(frozen=True, repr=False)
+class Standing(Told):
     """Whether a model is at a minimum of its loss, and what that loss is compared with.
 
     A measure of flatness is of a minimum. That the gradient be 0 is no criterion: it depends on the
@@ -101,12 +102,19 @@ class Standing:
         return self.chance is not None and self.loss >= self.chance * (1 - 1e-6)
 
     @property
+    def word(self) -> Literal["yes", "nearly", "no"]:
+        """Whether it is a minimum, in a word."""
+        if not self.minimum:
+            return "no"
+        return "yes" if self.share <= _AT else "nearly"
+
+    @property
     def verdict(self) -> str:
         """In words, e.g. `not a minimum: a step downhill lowers the loss by 31 %`."""
         found = f"{100 * self.share:.2g} %" if self.share <= 1 else f"{self.decrease:.2g}"
-        word = "a minimum" if self.share <= _AT else "nearly a minimum"
-        text = f"{word if self.minimum else 'not a minimum'}: a step downhill lowers the loss by "
-        text += f"{found} (gradient norm {self.gradient_norm:.2g})"
+        word = {"yes": "a minimum", "nearly": "nearly a minimum", "no": "not a minimum"}[self.word]
+        text = f"{word}: a step downhill lowers the loss by {found} (gradient norm "
+        text += f"{self.gradient_norm:.2g})"
         if self.above_chance:
             text += f"; the loss is at or above chance level, {self.chance:.4g}"
         return text
