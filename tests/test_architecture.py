@@ -21,7 +21,7 @@ MAY_USE: dict[str, set[str]] = {
     "symmetries": {"convex", "curvature"},
     "landscape": {"curvature"},
     "measures": {"convex", "curvature", "landscape", "symmetries"},
-    "report": {"curvature", "measures"},
+    "report": {"curvature", "landscape", "measures"},
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},

@@ -34,8 +34,9 @@ from saltflat.errors import (
 from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
 from saltflat.moved import advice
-from saltflat.report import Comparison, Report
+from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
+from saltflat.saved import cite, load
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
     FAM,
@@ -85,16 +86,20 @@ __all__ = [
     "Report",
     "SaltflatError",
     "SharpnessPenalty",
+    "Standing",
     "Tolerances",
     "Trace",
+    "Verdict",
     "__version__",
     "audit",
+    "cite",
     "compare",
     "density",
     "diagonal",
     "eigenvalues",
     "ggn",
     "hessian",
+    "load",
     "max_eigenvalue",
     "measure",
     "piecewise_linear",

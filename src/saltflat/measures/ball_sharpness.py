@@ -25,6 +25,7 @@ class DeltaSharpness(Measure):
     name: ClassVar[str] = "delta_sharpness"
     title: ClassVar[str] = "max_{‖v‖≤δ} (L(θ+v) − L(θ)) / (1 + L(θ))"
     paper: ClassVar[str] = "Keskar et al. 2017"
+    references: ClassVar[tuple[str, ...]] = ("keskar2017large", "yi2019bn")
     equation: ClassVar[str] = "(1) of Yi et al. 2019"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -65,6 +66,7 @@ class SamSharpness(Measure):
     name: ClassVar[str] = "sam_sharpness"
     title: ClassVar[str] = "max_{‖v‖≤ρ} L(θ+v) − L(θ)"
     paper: ClassVar[str] = "Foret et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("foret2021sharpness",)
     equation: ClassVar[str] = "section 2"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -100,6 +102,7 @@ class AdaptiveSharpness(Measure):
     name: ClassVar[str] = "adaptive_sharpness"
     title: ClassVar[str] = "max_{‖u‖≤ρ} L(θ + |w|∘u) − L(θ)"
     paper: ClassVar[str] = "Kwon et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("kwon2021asam",)
     equation: ClassVar[str] = "definition 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING

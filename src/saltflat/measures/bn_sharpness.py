@@ -50,6 +50,7 @@ class BNSharpness(Measure):
     name: ClassVar[str] = "bn_sharpness"
     title: ClassVar[str] = "sup_v δ^{−1/p} (∫ |(L(θ+tv) − L(θ))/δ|^p dt)^{1/p}"
     paper: ClassVar[str] = "Yi et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("yi2019bn",)
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})

@@ -30,6 +30,7 @@ class FisherRaoNorm(Measure):
     name: ClassVar[str] = "fisher_rao_norm"
     title: ClassVar[str] = "Σ_i θ_i² E[(∂ℓ/∂θ_i)²]"
     paper: ClassVar[str] = "Liang et al. 2019; Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("liang2019fisher", "tsuzuku2020normalized")
     equation: ClassVar[str] = "(25)"
     needs: ClassVar[frozenset[Need]] = frozenset({"fisher"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING

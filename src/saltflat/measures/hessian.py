@@ -17,6 +17,7 @@ class HessianTrace(Measure):
     name: ClassVar[str] = "hessian_trace"
     title: ClassVar[str] = "Tr H"
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -49,6 +50,7 @@ class HessianMaxEigenvalue(Measure):
     name: ClassVar[str] = "hessian_max_eigenvalue"
     title: ClassVar[str] = "λ_max(H)"
     paper: ClassVar[str] = "Keskar et al. 2017; Yao et al. 2018"
+    references: ClassVar[tuple[str, ...]] = ("keskar2017large", "yao2018hessian")
     equation: ClassVar[str] = ""
     cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})

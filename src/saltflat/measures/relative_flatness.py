@@ -36,6 +36,7 @@ class Kappa(Measure):
     name: ClassVar[str] = "kappa"
     title: ClassVar[str] = "Σ_l ‖W_l‖² λ_max(H_l)"
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "Definition 1 and Table 1, κ"
     cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
@@ -88,6 +89,7 @@ class KappaTrace(Measure):
     name: ClassVar[str] = "kappa_trace"
     title: ClassVar[str] = "Σ_l ‖W_l‖² Tr H_l"
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "Table 1, κ_τ"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace", "diagonal"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
@@ -134,6 +136,7 @@ class Rho(Measure):
     name: ClassVar[str] = "rho"
     title: ClassVar[str] = "Σ_j w(j)ᵀ H_jj w(j)"
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "appendix B and Table 1, ρ"
     needs: ClassVar[frozenset[Need]] = frozenset({"columns"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -178,6 +181,7 @@ class RelativeFlatness(Measure):
     name: ClassVar[str] = "relative_flatness"
     title: ClassVar[str] = "Σ ⟨w_s, w_s'⟩ Tr H_ss'"
     paper: ClassVar[str] = "Petzka et al. 2021; Adilova et al. 2023"
+    references: ClassVar[tuple[str, ...]] = ("petzka2021relative", "adilova2023fam")
     equation: ClassVar[str] = "Definition 3 (2021)"
     needs: ClassVar[frozenset[Need]] = frozenset({"flatness"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer", "batchnorm"})

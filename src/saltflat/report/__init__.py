@@ -2,6 +2,23 @@
 
 from saltflat.report import store
 from saltflat.report.provenance import Provenance, provenance
-from saltflat.report.report import ASK, Comparison, Report, invariance
+from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed, invariance
+from saltflat.report.standing import STANDING, Standing, standing
+from saltflat.report.verdict import Verdict
 
-__all__ = ["ASK", "Comparison", "Provenance", "Report", "invariance", "provenance", "store"]
+__all__ = [
+    "ASK",
+    "STANDING",
+    "WIDE",
+    "Comparison",
+    "Grid",
+    "Provenance",
+    "Report",
+    "Standing",
+    "Verdict",
+    "framed",
+    "invariance",
+    "provenance",
+    "standing",
+    "store",
+]
