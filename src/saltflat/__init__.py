@@ -36,6 +36,7 @@ from saltflat.measurement import Measurement
 from saltflat.moved import advice
 from saltflat.report import Comparison, Report
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
+from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
     FAM,
@@ -71,6 +72,7 @@ __all__ = [
     "Hutchinson",
     "InvalidType",
     "InvalidValue",
+    "Landscape",
     "LossError",
     "Measurement",
     "MissingDependency",
@@ -95,6 +97,7 @@ __all__ = [
     "eigenvalues",
     "ggn",
     "hessian",
+    "landscape",
     "max_eigenvalue",
     "measure",
     "piecewise_linear",

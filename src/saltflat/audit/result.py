@@ -12,7 +12,8 @@ from rich.table import Table
 
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import Measurement
-from saltflat.report import ASK, invariance, store
+from saltflat.report import ASK, Cell, Figure, Section, html, invariance, store
+from saltflat.report import Table as HtmlTable
 from saltflat.result import Results
 
 Verdict = Literal["invariant", "undecided", "moved"]
@@ -242,7 +243,9 @@ class Audit(Results[Audited]):
         return all(row.ok for row in self.values())
 
     def save(self, path: str | Path) -> Path:
-        """Write the audit to a .json file, whole or not at all."""
+        """Write the audit to a .json file, or as a page to a .html file, whole or not at all."""
+        if Path(path).suffix == ".html":
+            return html.write(path, f"Audit of {self.model}", self.sections())
         return store.save(path, "An audit", {"audit": self})
 
     @classmethod
@@ -281,6 +284,33 @@ class Audit(Results[Audited]):
         table.caption = "\n".join([*self._legend(), *self.notes, *reasons])
         return table
 
+    def sections(self) -> list[Section]:
+        """What a page shows of it: the verdicts, and drift against spread for each kind."""
+        rows = [
+            [
+                Cell(row.name),
+                html.number(row.value),
+                *(Cell(str(drift), drift.drift, detail=drift.element) for drift in row.values()),
+                Cell(row.verdict),
+                Cell(row.promise),
+            ]
+            for row in self.values()
+        ]
+        head = ["measure", "value", *self.kinds, "verdict", "declared invariant to"]
+        numeric = frozenset(range(1, 2 + len(self.kinds)))
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        text = f"Same function, other weights. Rescalings of {self.model}: {counts or 'none'}."
+        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
+        return [
+            Section(
+                "Audit",
+                text,
+                table=HtmlTable(head, rows, numeric),
+                figures=[_drifts(self, kind) for kind in self.kinds],
+                notes=[*self._legend(), *self.notes, *reasons],
+            )
+        ]
+
     def _legend(self) -> list[str]:
         if not self.kinds:
             return []
@@ -294,6 +324,69 @@ class Audit(Results[Audited]):
 
     def _width(self) -> int:
         return 130
+
+
+def _drifts(audit: Audit, kind: str) -> Figure:
+    """A line a measure, with its name at the end; what is invariant lies in the band below."""
+    traces, ends, columns = [], {}, dict[str, list[Any]](measure=[], spread=[], drift=[])
+    for index, (name, row) in enumerate(audit.items()):
+        curve = row[kind].curve
+        shown = [max(d, _FLOOR) if math.isfinite(d) else math.nan for d in curve.values()]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": html.label(name),
+                "x": list(curve),
+                "y": shown,
+                "line": {"color": f"@{index}", "width": 1.8},
+                "marker": {"color": f"@{index}", "symbol": index, "size": 7},
+                "hovertemplate": f"{html.label(name)}, spread %{{x:.3g}}: drift %{{y:.2e}}"
+                "<extra></extra>",
+            }
+        )
+        if shown and math.isfinite(shown[-1]):
+            ends[name, index] = math.log10(shown[-1])
+        columns["measure"] += [name] * len(curve)
+        columns["spread"] += list(curve)
+        columns["drift"] += list(curve.values())
+    top = max([0.0, *ends.values()]) + 0.5
+    bottom = math.log10(_FLOOR) - 0.5
+    layout = {
+        "xaxis": {"title": {"text": "spread of the factors"}, "type": "log", "nticks": 6},
+        "yaxis": {
+            "title": {"text": "relative drift of the measure"},
+            "type": "log",
+            "range": [bottom, top],
+            "exponentformat": "power",
+            "nticks": 8,
+        },
+        "shapes": [_threshold(audit.tolerances.closed)],
+        "annotations": html.ends(ends, bottom, top, 0.036),
+        "margin": {"r": 230},
+    }
+    caption = "Along one random direction; a drift of nothing at all is drawn at the bottom."
+    title = f"{kind.capitalize()} rescaling"
+    return Figure(title, caption, traces, layout, columns, height=480)
+
+
+def _threshold(drift: float) -> dict[str, Any]:
+    """A line below which a closed form is called invariant."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": drift,
+        "y1": drift,
+        "line": {"color": "@faint", "width": 1, "dash": "dot"},
+        "label": {
+            "text": "invariant below",
+            "textposition": "start",
+            "yanchor": "top",
+            "font": {"color": "@faint", "size": 11},
+        },
+    }
 
 
 def _plot(audit: Audit, path: Path) -> Path:

@@ -16,6 +16,9 @@ class HessianTrace(Measure):
 
     name: ClassVar[str] = "hessian_trace"
     title: ClassVar[str] = "Tr H"
+    explanation: ClassVar[str] = (
+        "The sum of the curvatures along all parameters: how much the loss bends on average."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
@@ -48,6 +51,9 @@ class HessianMaxEigenvalue(Measure):
 
     name: ClassVar[str] = "hessian_max_eigenvalue"
     title: ClassVar[str] = "λ_max(H)"
+    explanation: ClassVar[str] = (
+        "How much the loss bends along the direction in which it bends most."
+    )
     paper: ClassVar[str] = "Keskar et al. 2017; Yao et al. 2018"
     equation: ClassVar[str] = ""
     cost: ClassVar[Cost] = "eigenvalues"

@@ -49,6 +49,10 @@ class NormalizedSharpness(Measure):
 
     name: ClassVar[str] = "normalized_sharpness"
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
+    explanation: ClassVar[str] = (
+        "How much noise the weights bear when the noise of every row and column may be as "
+        "large as suits it best."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(17)"
     needs: ClassVar[frozenset[Need]] = frozenset({"diagonal", "magnitude"})
@@ -124,6 +128,10 @@ class MatrixNormalizedSharpness(Measure):
 
     name: ClassVar[str] = "matrix_normalized_sharpness"
     title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
+    explanation: ClassVar[str] = (
+        "How much noise the weights bear when the noise of every layer may be as large as "
+        "suits it best."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(13)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
-from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.report import store
+from saltflat.measurement import Measurement
+from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
-from saltflat.result import Results
+from saltflat.report.words import gradients, invariance, settings
+from saltflat.result import Density, Diagonal, Results
 
 if TYPE_CHECKING:
     import pandas
@@ -62,9 +63,51 @@ class Report(Results[Measurement]):
             )
         raise NotMeasured(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
 
-    def save(self, path: str | Path) -> Path:
-        """Write the report to a .json file, whole or not at all."""
+    def save(
+        self,
+        path: str | Path,
+        *,
+        audit: html.Sectioned | None = None,
+        density: Density | None = None,
+        diagonal: Diagonal | None = None,
+        landscape: html.Sectioned | Sequence[html.Sectioned] = (),
+        comparison: Comparison | None = None,
+        history: Sequence[sections.Moment] | sections.Monitored = (),
+    ) -> Path:
+        """Write the report to a file, whole or not at all: .json to be loaded again, or .html.
+
+        A page is one file that opens without a network. It also shows what is passed along, for a
+        report never computes anything: an `Audit`, a `Density`, a `Diagonal`, one `Landscape` or
+        several, a `Comparison`, and a `Monitor` or its history.
+        """
+        parts = {
+            "audit": audit,
+            "density": density,
+            "diagonal": diagonal,
+            "landscape": landscape,
+            "comparison": comparison,
+            "history": history,
+        }
+        given = {name: part for name, part in parts.items() if part not in (None, (), [])}
+        if Path(path).suffix == ".html":
+            title = f"How flat is {self.provenance.model}?"
+            return html.write(path, title, [*self.sections(), *sections.further(given)])
+        if given:
+            raise InvalidValue(
+                f"A report is saved as .json without {', '.join(given)}, which only a .html file "
+                f"shows. Got {Path(path).name!r}."
+            )
         return store.save(path, "A report", store.plain(self))
+
+    def sections(self) -> list[html.Section]:
+        """What a page shows of it."""
+        p = self.provenance
+        return [
+            sections.summary(p, getattr(self, "standing", None), self.notes),
+            sections.measures(self.measurements, self.skipped, self.left_out, p.gradients),
+            *sections.layers(self.measurements),
+            *sections.neurons(self.measurements),
+        ]
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -132,9 +175,9 @@ class Report(Results[Measurement]):
         table.add_column("invariant to")
         table.add_column("with")
         for m in self.values():
-            kinds, cost = invariance(m.invariant_to), _gradients(p.gradients.get(m.name))
+            kinds, cost = invariance(m.invariant_to), gradients(p.gradients.get(m.name))
             row = m.name, f"{m.value:.6g}", m.certainty, cost, kinds
-            table.add_row(*row, escape(_settings(m)))
+            table.add_row(*row, escape(settings(m)))
         for name, reason in self.skipped.items():
             table.add_row(name, "–", "[dim]does not apply[/]", "", "", escape(reason))
         for name, price in self.left_out.items():
@@ -142,7 +185,7 @@ class Report(Results[Measurement]):
             table.add_row(name, "–", *words)
         if p.gradients:
             table.add_section()
-            table.add_row("shared by all", "", "", _gradients(p.gradients["curvature"]), "", "")
+            table.add_row("shared by all", "", "", gradients(p.gradients["curvature"]), "", "")
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
         table.caption = escape("\n".join([*self.notes, *notes])) or None
         return table
@@ -153,11 +196,6 @@ class Report(Results[Measurement]):
 
 # What is to be written for a measure that was left out.
 ASK = 'measures="all"'
-
-
-def _gradients(count: float | None) -> str:
-    """A number of gradients; nothing for what is made of what is shared."""
-    return "" if not count else f"{count:.1f}" if count < 10 else f"{count:.0f}"
 
 
 # What must be equal for numbers to be comparable, and how to say that it is not.
@@ -215,6 +253,15 @@ class Comparison(Results[Report]):
         prices = {n: cost for report in self.values() for n, cost in report.left_out.items()}
         return {name: cost for name, cost in prices.items() if name not in known}
 
+    def save(self, path: str | Path) -> Path:
+        """Write the comparison as a page to a .html file, whole or not at all."""
+        return html.write(path, f"Comparison of {' and '.join(self)}", self.sections())
+
+    def sections(self) -> list[html.Section]:
+        """What a page shows of it."""
+        values = {name: report.measurements for name, report in self.items()}
+        return [sections.comparison(values, self.measures, self.problems)]
+
     def __rich__(self) -> Table:
         table = Table(caption_justify="left")
         table.add_column("measure", no_wrap=True)
@@ -239,13 +286,6 @@ class Comparison(Results[Report]):
 
     def _width(self) -> int:
         return max(120, 60 + sum(max(14, len(name) + 3) for name in self))
-
-
-def invariance(kinds: Collection[str]) -> str:
-    """`every rescaling`, `layer, neuron`, or `nothing`."""
-    if set(kinds) == EVERY_RESCALING:
-        return "every rescaling"
-    return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
 
 
 def _grid(
@@ -274,8 +314,3 @@ def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
             m["neurons"] = m["details"].pop("neurons", "")
         m.setdefault("degrees", inf if m["exact"] or m.get("bound") else nan)
     return content
-
-
-def _settings(m: Measurement) -> str:
-    shown = {k: v for k, v in m.settings.items() if v is not None and v is not False}
-    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
