@@ -22,7 +22,7 @@ MAY_USE: dict[str, set[str]] = {
     "landscape": {"curvature"},
     "measures": {"convex", "curvature", "landscape", "symmetries"},
     "report": {"curvature", "measures"},
-    "slices": {"curvature", "landscape", "report", "symmetries"},
+    "slices": {"convex", "curvature", "landscape", "report", "symmetries"},
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},

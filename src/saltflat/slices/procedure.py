@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +32,7 @@ from saltflat.slices.directions import (
     random_directions,
 )
 from saltflat.slices.result import Landscape
+from saltflat.slices.twin import balanced_twin
 from saltflat.symmetries import symmetries
 from saltflat.watch import kept
 from saltflat.work import FORWARD, PRODUCT, Callback, reporting
@@ -74,10 +74,10 @@ def landscape(
         "filter": normal entries for the weight matrices, every filter as long as that filter of the
         weights (Li et al. 2018, section 4); biases and normalisation parameters stay. This undoes
         a rescaling of what enters a unit, and not of what leaves it.
-        "balanced": "filter" around the balanced twin of the model, which has the same function and
-        among all rescalings of it the least trace of the Gauss–Newton matrix (`Group.balance` with
-        `curvature="ggn"`). Rescaled models have the same twin, and so the same picture, as far as
-        the trace decides: units that no sample activates are left as they are.
+        "balanced": "filter" around the balanced twin of the model, which has the same function
+        and, among all rescalings of it, the least trace of the Gauss–Newton matrix times squared
+        length of the weights. Rescaled models have the same twin, and so the same picture. (The
+        trace alone, as in `Group.balance`, does not decide where filters feed BatchNorm.)
         "eigenvectors": those of the largest eigenvalues of the Hessian, over all parameters, as
         long as all of them together.
         Or directions of your own: a mapping from parameter names to tensors, one for each
@@ -249,7 +249,7 @@ def _filled(
 def _balanced(
     model: nn.Module, data: Any, loss: LossLike, options: dict[str, Any]
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The twin with the least trace of the Gauss–Newton matrix, and what there is to say of it."""
+    """The balanced twin of the model, over all its rescalings, and what there is to say of it."""
     parameters, output = options["parameters"], options["output"]
     if parameters not in ("trainable", "all"):
         raise InvalidValue(
@@ -260,11 +260,7 @@ def _balanced(
     with risk.session():
         inputs = next(risk.batches()).part(0, 2).inputs
     group = symmetries(model, inputs, output=output, parameters=parameters)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        twin = group.balance(model, data, loss, curvature="ggn", **options)
-    notes = [f"balanced over {len(group)} rescalings", *(str(each.message) for each in said)]
-    return twin, tuple(dict.fromkeys(notes))
+    return balanced_twin(group, model, data, loss, options)
 
 
 # Options of computations that a risk does not have.
