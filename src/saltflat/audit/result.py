@@ -327,33 +327,47 @@ class Audit(Results[Audited]):
 
 
 def _drifts(audit: Audit, kind: str) -> Figure:
-    """A line a measure, with its name at the end; what is invariant lies in the band below."""
-    traces, ends, columns = [], {}, dict[str, list[Any]](measure=[], spread=[], drift=[])
-    for index, (name, row) in enumerate(audit.items()):
-        curve = row[kind].curve
-        shown = [max(d, _FLOOR) if math.isfinite(d) else math.nan for d in curve.values()]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": html.label(name),
-                "x": list(curve),
-                "y": shown,
-                "line": {"color": f"@{index}", "width": 1.8},
-                "marker": {"color": f"@{index}", "symbol": index, "size": 7},
-                "hovertemplate": f"{html.label(name)}, spread %{{x:.3g}}: drift %{{y:.2e}}"
-                "<extra></extra>",
-            }
-        )
-        if shown and math.isfinite(shown[-1]):
-            ends[name, index] = math.log10(shown[-1])
-        columns["measure"] += [name] * len(curve)
-        columns["spread"] += list(curve)
-        columns["drift"] += list(curve.values())
-    top = max([0.0, *ends.values()]) + 0.5
-    bottom = math.log10(_FLOOR) - 0.5
-    layout = {
-        "xaxis": {"title": {"text": "spread of the factors"}, "type": "log", "nticks": 6},
+    """A line a measure, with its name at the end."""
+    curves = {name: row[kind].curve for name, row in audit.items()}
+    shown = {name: [_drawn(d) for d in curve.values()] for name, curve in curves.items()}
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": html.label(name),
+            "x": list(curves[name]),
+            "y": drifts,
+            "line": {"color": f"@{index}", "width": 1.8},
+            "marker": {"color": f"@{index}", "symbol": index, "size": 7},
+            "hovertemplate": "%{fullData.name}, spread %{x:.3g}: drift %{y:.2e}<extra></extra>",
+        }
+        for index, (name, drifts) in enumerate(shown.items())
+    ]
+    rows = [(name, *pair) for name, curve in curves.items() for pair in curve.items()]
+    columns = {
+        key: [row[k] for row in rows] for k, key in enumerate(("measure", "spread", "drift"))
+    }
+    title = f"{kind.capitalize()} rescaling"
+    caption = "Along one random direction; a drift of nothing at all is drawn at the bottom."
+    return Figure(title, caption, traces, _drift_layout(audit, shown, columns), columns, height=480)
+
+
+def _drift_layout(
+    audit: Audit, shown: Mapping[str, list[float]], columns: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    logs = [math.log10(d) for drifts in shown.values() for d in drifts if math.isfinite(d)]
+    bottom, top = math.log10(_FLOOR) - 0.5, max([0.0, *logs]) + 0.5
+    ends = {
+        (name, index): math.log10(drifts[-1])
+        for index, (name, drifts) in enumerate(shown.items())
+        if drifts and math.isfinite(drifts[-1])
+    }
+    return {
+        "xaxis": {
+            "title": {"text": "spread of the factors"},
+            "type": "log",
+            "tickvals": sorted(set(columns["spread"])),
+        },
         "yaxis": {
             "title": {"text": "relative drift of the measure"},
             "type": "log",
@@ -365,9 +379,11 @@ def _drifts(audit: Audit, kind: str) -> Figure:
         "annotations": html.ends(ends, bottom, top, 0.036),
         "margin": {"r": 230},
     }
-    caption = "Along one random direction; a drift of nothing at all is drawn at the bottom."
-    title = f"{kind.capitalize()} rescaling"
-    return Figure(title, caption, traces, layout, columns, height=480)
+
+
+def _drawn(drift: float) -> float:
+    """Where a drift is drawn: logarithms have no zero, and no infinity."""
+    return max(drift, _FLOOR) if math.isfinite(drift) else math.nan
 
 
 def _threshold(drift: float) -> dict[str, Any]:
@@ -421,7 +437,7 @@ def _panel(axis: Any, audit: Audit, kind: str) -> None:
         curve = row[kind].curve
         axis.plot(
             list(curve),
-            [max(drift, _FLOOR) if math.isfinite(drift) else math.nan for drift in curve.values()],
+            [_drawn(drift) for drift in curve.values()],
             color=_PALETTE[index % len(_PALETTE)],
             marker=_MARKERS[index % len(_MARKERS)],
             linewidth=1.4,

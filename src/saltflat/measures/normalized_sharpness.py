@@ -50,8 +50,8 @@ class NormalizedSharpness(Measure):
     name: ClassVar[str] = "normalized_sharpness"
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
     explanation: ClassVar[str] = (
-        "How much noise the weights bear when the noise of every row and column may be as "
-        "large as suits it best."
+        "What noise in the weights costs at best, when every row and column of a matrix may have "
+        "noise of its own size."
     )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(17)"
@@ -129,8 +129,7 @@ class MatrixNormalizedSharpness(Measure):
     name: ClassVar[str] = "matrix_normalized_sharpness"
     title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
     explanation: ClassVar[str] = (
-        "How much noise the weights bear when the noise of every layer may be as large as "
-        "suits it best."
+        "What noise in the weights costs at best, when every layer may have noise of its own size."
     )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     equation: ClassVar[str] = "(13)"

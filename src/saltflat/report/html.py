@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from itertools import count
-from math import isfinite
+from math import ceil, floor, isfinite, log10
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -105,6 +105,19 @@ class Sectioned(Protocol):
 def label(name: str) -> str:
     """A name as plotly is to show it: what looks like its markup comes out as text."""
     return escape(name, quote=False)
+
+
+def ticks(values: Iterable[float]) -> dict[str, Any]:
+    """Marks at 1, 2 and 5 times powers of ten for a logarithmic axis, decades if these are many."""
+    sizes = [log10(value) for value in values if value > 0 and isfinite(value)]
+    if not sizes:
+        return {}
+    low, high = min(sizes), max(sizes)
+    steps = (1, 2, 5) if high - low < 3 else (1,)
+    every = max(1, ceil((high - low) / 8))
+    powers = range(floor(low) - 1, ceil(high) + 2)
+    marks = [m * 10.0**k for k in powers if k % every == 0 for m in steps]
+    return {"tickvals": marks, "ticktext": [f"{mark:g}" for mark in marks]}
 
 
 def ends(

@@ -90,7 +90,7 @@ class Report(Results[Measurement]):
         }
         given = {name: part for name, part in parts.items() if part not in (None, (), [])}
         if Path(path).suffix == ".html":
-            title = f"How flat is {self.provenance.model}?"
+            title = f"Flatness of {self.provenance.model}"
             return html.write(path, title, [*self.sections(), *sections.further(given)])
         if given:
             raise InvalidValue(

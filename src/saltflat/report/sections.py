@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from math import ceil, isfinite, nan
+from math import ceil, isfinite, log10, nan
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from saltflat.measurement import Measurement
-from saltflat.report.html import Cell, Figure, Section, Table, label, number
+from saltflat.report.html import Cell, Figure, Section, Table, label, number, ticks
 from saltflat.report.provenance import Provenance
 from saltflat.report.words import explanation, gradients, invariance, settings
 from saltflat.result import Density, Diagonal
@@ -20,6 +20,8 @@ from saltflat.result import Density, Diagonal
 _MOST_NEURONS = 256
 _MOST_POINTS = 2000
 _MOST_PARAMETERS = 40
+# Powers of ten that the colours of a heat map tell apart.
+_DECADES = 6
 
 
 class Moment(Protocol):
@@ -71,9 +73,9 @@ def summary(source: Provenance, standing: Any, notes: Sequence[str]) -> Section:
     """What was measured on what; `standing` is a dataclass of where the model stands, or None."""
     facts = {
         "model": f"{source.model}, {source.parameters:,} parameters",
-        "data": f"{source.samples:,} samples in {source.batches:,} batches",
+        "data": f"{source.samples:,} samples, batch size {source.batch_size:,}",
         "loss": source.loss,
-        "curvature": "Gauss–Newton matrix" if source.curvature == "ggn" else "Hessian",
+        "curvature": _MATRICES[source.curvature],
         "computed in": f"{source.dtype} on {source.device}",
         "measured": source.created.replace("T", " ").removesuffix("+00:00") + " UTC",
     }
@@ -89,6 +91,7 @@ def summary(source: Provenance, standing: Any, notes: Sequence[str]) -> Section:
     return Section("Summary", words, facts, notes=notes)
 
 
+_MATRICES = {"hessian": "Hessian", "ggn": "Gauss–Newton matrix"}
 _STANDING = {"loss": "loss at the model", "gradient_norm": "length of the gradient"}
 
 
@@ -110,9 +113,9 @@ def measures(
         ]
         for m in measurements.values()
     ]
-    for name, reason in skipped.items():
-        why = Cell("does not apply", detail=reason)
-        rows.append([Cell(name, detail=explanation(name)), number(None), why, *_EMPTY])
+    for name in skipped:
+        words = Cell("does not apply"), Cell(""), Cell(""), Cell("")
+        rows.append([Cell(name, detail=explanation(name)), number(None), *words])
     for name, price in left_out.items():
         cost = Cell(f"about {price:.0f}", price)
         words = Cell("not computed"), Cell(""), cost, Cell("")
@@ -123,11 +126,9 @@ def measures(
         text += f" What the measures share took {gradients(shared)} gradients."
     head = "measure", "value", "certainty", "invariant to", "cost, gradients", "with"
     notes = [f"{m.name}: {note}" for m in measurements.values() for note in m.notes]
+    notes += [f"{name} does not apply: {reason}" for name, reason in skipped.items()]
     table = Table(head, rows, frozenset({1, 4}))
     return Section("Measures", text, table=table, notes=notes)
-
-
-_EMPTY = Cell(""), Cell(""), Cell("")
 
 
 def _sampling(m: Measurement) -> str:
@@ -170,7 +171,7 @@ def neurons(measurements: Mapping[str, Measurement]) -> list[Section]:
     shown = [m for m in measurements.values() if m.by_neuron]
     if not shown:
         return []
-    text = "One row a layer, one cell a unit; darker is flatter."
+    text = "One row a layer, one cell a unit; darker is flatter, and an empty cell is zero."
     return [Section("By neuron", text, figures=[_heat_map(m) for m in shown])]
 
 
@@ -190,7 +191,6 @@ def _heat_map(m: Measurement) -> Figure:
         "y": [label(name) for name in rows],
         "text": [[f"{v:.5g}" for v in row.tolist()] for row in rows.values()],
         "colorscale": "Cividis",
-        "xgap": 1 if longest <= 64 else 0,
         "ygap": 2,
         "hoverongaps": False,
         "colorbar": {
@@ -207,7 +207,11 @@ def _heat_map(m: Measurement) -> Figure:
     pairs = [(name, i, v) for name, t in m.by_neuron.items() for i, v in enumerate(t.tolist())]
     names, units, values = zip(*pairs, strict=True)
     columns = {"layer": names, "unit": units, m.name: values}
-    caption = f"Each cell is the largest of {block} neighbouring units." if block > 1 else ""
+    caption = f"Each cell is the largest of {block} neighbouring units. " if block > 1 else ""
+    if logarithmic:  # a few units that hardly matter would take all the colours
+        top = log10(float(everything.max()))
+        heat |= {"zmax": top, "zmin": max(top - _DECADES, min(h for row in heights for h in row))}
+        caption += f"Colours end at most {_DECADES} decades below the largest value."
     height = min(100 + 34 * len(rows), 640)
     return Figure(m.name, caption, [heat], layout, columns, height=height)
 
@@ -222,6 +226,19 @@ def _blocks(values: Tensor, size: int) -> Tensor:
 
 def spectrum(density: Density) -> Section:
     """The spectral density with its band."""
+    of = f"block of {density.block}" if density.block else "all parameters"
+    mean, error = density.moment(1)
+    facts = {
+        "matrix": f"{_MATRICES[density.curvature]}, {of}",
+        "eigenvalues": f"{density.size:,}",
+        "their mean": f"{mean:.4g} ± {error:.2g}",
+        "probes": f"{len(density.nodes)} of {density.steps} steps",
+        "kernel width": f"{density.width:.3g}",
+    }
+    return Section("Spectral density", "", facts, figures=[_spectrum(density)])
+
+
+def _spectrum(density: Density) -> Figure:
     grid, values, error = density.grid, density.density, density.error
     if len(grid) > _MOST_POINTS:  # the highest point of every stretch, so that no peak is lost
         size = ceil(len(grid) / _MOST_POINTS)
@@ -249,19 +266,13 @@ def spectrum(density: Density) -> Section:
         "line": {"color": "@0", "width": 1.8},
         "hovertemplate": "at %{x:.4g}: density %{y:.3g}<extra></extra>",
     }
-    of = f"block of {density.block}" if density.block else "whole matrix"
     layout = {
-        "xaxis": {"title": {"text": f"eigenvalue of the {density.curvature}"}},
+        "xaxis": {"title": {"text": f"eigenvalue of the {_MATRICES[density.curvature]}"}},
         "yaxis": {"title": {"text": "density"}, "type": "log", "exponentformat": "power"},
     }
-    columns = {
-        "eigenvalue": x,
-        "density": values.tolist(),
-        "standard error": error.tolist(),
-    }
-    caption = f"The band is two standard errors wide to either side; {of}."
-    figure = Figure("Density of the eigenvalues", caption, [band, curve], layout, columns)
-    return Section("Spectral density", str(density) + ".", figures=[figure])
+    columns = {"eigenvalue": x, "density": values.tolist(), "standard error": error.tolist()}
+    caption = "The band is two standard errors wide to either side."
+    return Figure("Density of the eigenvalues", caption, [band, curve], layout, columns)
 
 
 def distribution(diagonal: Diagonal) -> Section:
@@ -278,7 +289,8 @@ def distribution(diagonal: Diagonal) -> Section:
     figures = []
     if len(positive):
         figures = [_histogram(positive), *_intervals(diagonal)]
-    text = f"How the entries of the {diagonal.curvature}'s diagonal are spread over sizes."
+    of = _MATRICES[diagonal.curvature]
+    text = f"How the entries of the diagonal of the {of} are spread over sizes."
     title = "Distribution of the diagonal"
     return Section(title, text, signs, figures=figures, notes=diagonal.notes)
 
@@ -396,8 +408,7 @@ def _course(name: str, records: Sequence[Moment], stepwise: bool) -> Figure:
         "xaxis": {"title": {"text": unit}},
         "yaxis": {
             "title": {"text": label(name)},
-            "type": "log" if positive else "linear",
-            "exponentformat": "power",
+            **({"type": "log", **ticks(y)} if positive else {}),
         },
     }
     columns: dict[str, Any] = {unit: x, name: y, "standard error": errors}
@@ -433,7 +444,8 @@ def comparison(
 def _relative(reports: Mapping[str, Mapping[str, Measurement]], names: Sequence[str]) -> Figure:
     first, *_ = reports
     known = [n for n in names if n in reports[first] and reports[first][n].value > 0]
-    traces, columns = [], dict[str, Sequence[Any]](measure=known)
+    traces: list[dict[str, Any]] = []
+    columns: dict[str, Sequence[Any]] = {"measure": known}
     for index, (model, report) in enumerate(reports.items()):
         ratios = [report[n].value / reports[first][n].value if n in report else nan for n in known]
         columns[f"{model} / {first}"] = ratios
@@ -445,14 +457,14 @@ def _relative(reports: Mapping[str, Mapping[str, Measurement]], names: Sequence[
                 "x": ratios,
                 "y": [label(n) for n in known],
                 "marker": {"size": 10, "color": f"@{index}", "symbol": index},
-                "hovertemplate": f"{label(model)}, %{{y}}: ×%{{x:.4g}}<extra></extra>",
+                "hovertemplate": "%{fullData.name}, %{y}: ×%{x:.4g}<extra></extra>",
             }
         )
     layout = {
         "xaxis": {
             "title": {"text": f"value, relative to {label(first)}"},
             "type": "log",
-            "nticks": 8,
+            **ticks([x for trace in traces for x in trace["x"]]),
         },
         "yaxis": {"autorange": "reversed", "type": "category"},
         "showlegend": True,

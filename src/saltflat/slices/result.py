@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.util import find_spec
 from itertools import product
-from math import ceil, floor, isfinite, log10, nan
+from math import isfinite, log10, nan
 from pathlib import Path
 from typing import Any, final
 
@@ -183,13 +184,13 @@ class Landscape:
         figure = figures.Figure(figsize=(6.0, 4.6), layout="constrained")
         axes = figure.subplots()
         (_curve if len(self.axes) == 1 else _contours)(self, axes)
-        axes.set_title(self.title, loc="left", fontsize=10)
+        axes.set_title(f"{self.model}: {self.title.lower()}", loc="left", fontsize=10)
         return figure
 
     @property
     def title(self) -> str:
-        """`Loss of Net along filter-normalised random directions`."""
-        return f"Loss of {self.model} along {_NAMES[self.kind][len(self.axes) - 1]}"
+        """`Loss along filter-normalised random directions`."""
+        return f"Loss along {_NAMES[self.kind][len(self.axes) - 1]}"
 
     def label(self, axis: int) -> str:
         """The name of an axis."""
@@ -237,7 +238,7 @@ class Landscape:
         size = " × ".join(str(len(axis)) for axis in self.axes)
         notes = "".join(f"; {note}" for note in self._notes())
         return (
-            f"{self.title}: {size} points up to ±{self.axes[0][-1]:g}, loss {reach}, "
+            f"{self.title}, {self.model}: {size} points up to ±{self.axes[0][-1]:g}, loss {reach}, "
             f"{self.center:.4g} at the model{notes}"
         )
 
@@ -314,8 +315,8 @@ def _plane_figures(landscape: Landscape) -> list[Figure]:
     }
     if landscape.accuracies:
         columns["accuracy"] = landscape.accuracy.flatten().tolist()
-    flat, scene = (_plane_layout(landscape, scene=scene) for scene in (False, True))
     common, hint = _heights(landscape)
+    flat, scene = _plane_layout(landscape), _plane_layout(landscape, common["colorbar"])
     contours = {
         **common,
         "type": "contour",
@@ -336,8 +337,8 @@ def _plane_figures(landscape: Landscape) -> list[Figure]:
     surface = {**common, "type": "surface", "showscale": False}
     turn = f"{hint} Drag to turn it.".strip()
     return [
-        Figure("Contours", hint, [contours, model], flat, columns, height=460),
-        Figure("Surface", turn, [surface], {"scene": scene}, columns, height=460),
+        Figure("Contours", hint, [contours, model], flat, columns, height=440, small=True),
+        Figure("Surface", turn, [surface], {"scene": scene}, columns, height=440, small=True),
     ]
 
 
@@ -352,10 +353,8 @@ def _heights(landscape: Landscape) -> tuple[dict[str, Any], str]:
         "outlinewidth": 0,
     }
     if logarithmic:
-        low, high = (float(edge.log10()) for edge in (finite.min(), finite.max()))
-        marks = [m * 10.0**k for k in range(floor(low), ceil(high) + 1) for m in (1, 2, 5)]
-        marks = [m for m in marks if low <= log10(m) <= high]
-        bar |= {"tickvals": [log10(m) for m in marks], "ticktext": [f"{m:g}" for m in marks]}
+        marks = html.ticks(finite.tolist())
+        bar |= {**marks, "tickvals": [log10(mark) for mark in marks["tickvals"]]}
     x, y = (list(axis) for axis in landscape.axes)
     common = {
         "x": x,
@@ -369,9 +368,17 @@ def _heights(landscape: Landscape) -> tuple[dict[str, Any], str]:
     return common, "Heights are on a logarithmic scale." if logarithmic else ""
 
 
-def _plane_layout(landscape: Landscape, *, scene: bool) -> dict[str, Any]:
-    if not scene:
+def _plane_layout(landscape: Landscape, bar: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Of contours, or of a surface whose heights are marked as the colour bar is."""
+    if bar is None:
         names = [{"title": {"text": landscape.label(k)}} for k in (0, 1)]
-        return {"xaxis": names[0], "yaxis": names[1]}
+        square = {"scaleanchor": "x", "constrain": "domain"}
+        return {"xaxis": names[0] | {"constrain": "domain"}, "yaxis": names[1] | square}
     names = [{"title": {"text": f"direction {k}"}} for k in (1, 2)]
-    return {"xaxis": names[0], "yaxis": names[1], "zaxis": {"title": {"text": "loss"}}}
+    marks = {key: bar[key] for key in ("tickvals", "ticktext") if key in bar}
+    return {
+        "xaxis": names[0],
+        "yaxis": names[1],
+        "zaxis": {"title": {"text": "loss"}, **marks},
+        "camera": {"eye": {"x": 1.7, "y": 1.7, "z": 1.1}, "center": {"x": 0, "y": 0, "z": -0.15}},
+    }

@@ -64,7 +64,9 @@
       }
       layout.dragmode = "orbit";
       layout.margin = { l: 0, r: 0, t: 0, b: 0 };
+      if (narrow && layout.scene.camera) layout.scene.camera.eye = { x: 2.3, y: 2.3, z: 1.5 };
     }
+    if (narrow && (layout.scene || (layout.yaxis && layout.yaxis.scaleanchor))) layout.height = 330;
     if (narrow && layout.annotations && layout.margin.r > 60) {
       // No room for names beside the lines: they go below.
       layout.annotations = layout.annotations.filter((each) => each.name !== "label");
@@ -94,7 +96,7 @@
     }
     const look = themes[theme()];
     place.dataset.height = place.dataset.height || parseInt(place.style.height, 10);
-    const layout = layoutOf(figure, look, place.clientWidth < 560, Number(place.dataset.height));
+    const layout = layoutOf(figure, look, place.clientWidth < 480, Number(place.dataset.height));
     place.style.height = layout.height + "px";
     Plotly.react(place, coloured(figure.traces, "", look), layout, { displayModeBar: false, responsive: true, doubleClick: false });
   }
@@ -116,6 +118,11 @@
     show();
   });
   preferred.addEventListener("change", show);
+  let width = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth !== width) drawAll(); // not when a phone's address bar goes away
+    width = window.innerWidth;
+  });
   window.addEventListener("beforeprint", () => { printing = true; show(); });
   window.addEventListener("afterprint", () => { printing = false; show(); });
 
