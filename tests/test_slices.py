@@ -157,15 +157,32 @@ def pictures(directions: str, make: Any, data: Any, spread: float) -> tuple[Tens
     return before.values, after.values
 
 
+def half_dead() -> nn.Module:
+    """With a unit that no sample activates."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].bias[0] = -100.0
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "data"),
-    [(mlp, DATA), (vgg_bn, points(12, 2, 4, 4))],
-    ids=["mlp", "batchnorm"],
+    [(mlp, DATA), (vgg_bn, points(12, 2, 4, 4)), (half_dead, DATA)],
+    ids=["mlp", "batchnorm", "dead units"],
 )
 def test_the_picture_of_the_balanced_twin_does_not_change(make: Any, data: Any) -> None:
     before, after = pictures("balanced", make, data, 10.0)
     assert float(before.max() - before.min()) > 1e-2
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
+
+
+def test_units_whose_scale_nothing_decides_are_told() -> None:
+    """Where all weights that leave a unit are zero, both trace and length shrink with it."""
+    model = network(half_dead)
+    with torch.no_grad():
+        model[2].weight[:, 1] = 0.0
+    found = sf.landscape(model, DATA, directions="balanced", points=3)
+    assert any("are left as they are" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("directions", ["random", "filter", "eigenvectors"])

@@ -17,8 +17,6 @@ from math import ceil, floor, isfinite, log10
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from saltflat.errors import InvalidValue
 from saltflat.report.store import plain
 from saltflat.report.store import write as write_text
@@ -202,7 +200,9 @@ def _finite(value: Any) -> Any:
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     return Environment(
         loader=PackageLoader("saltflat.report", "page"),
         autoescape=True,

@@ -88,9 +88,9 @@ def landscape(
     points : along each direction; an odd number has the model itself among them.
     accuracy : also the share of labels that are named right, for cross-entropy; a further forward
         pass a point.
-    path : a .json file that is written after every point, whole or not at all. One that is there
-        from an earlier call with the same arguments is continued; one of something else is an
-        error. `Landscape.load` reads it, finished or not.
+    path : a .json file that is written after every point, whole or not at all, which takes some
+        milliseconds. One that is there from an earlier call with the same arguments is continued;
+        one of something else is an error. `Landscape.load` reads it, finished or not.
     parameters : as in `trace`; for "balanced", "trainable" or "all".
     seed : of the normal entries, and of the search for eigenvectors.
     Other arguments as in `trace`.

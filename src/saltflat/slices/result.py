@@ -184,7 +184,7 @@ class Landscape:
         figure = figures.Figure(figsize=(6.0, 4.6), layout="constrained")
         axes = figure.subplots()
         (_curve if len(self.axes) == 1 else _contours)(self, axes)
-        axes.set_title(f"{self.model}: {self.title.lower()}", loc="left", fontsize=10)
+        axes.set_title(f"{self.model}: l{self.title[1:]}", loc="left", fontsize=10)
         return figure
 
     @property
@@ -264,10 +264,13 @@ def _contours(landscape: Landscape, axes: Any) -> None:
     levels = torch.unique(finite.quantile(torch.linspace(0, 1, 15, dtype=torch.float64)))
     x, y = landscape.axes
     if len(levels) > 1:
-        drawn = axes.contourf(x, y, values.T, levels=levels.tolist(), cmap=_COLOURS)
+        colours = optional("matplotlib", "A picture").colormaps[_COLOURS]
+        shades = colours(torch.linspace(0, 1, len(levels) - 1).numpy())
+        drawn = axes.contourf(x, y, values.T, levels=levels.tolist(), colors=shades)
         axes.contour(x, y, values.T, levels=levels.tolist(), colors="white", linewidths=0.4)
         bar = axes.figure.colorbar(drawn, ax=axes, format="%.3g")
         bar.set_label(f"loss ({landscape.loss}), levels at its quantiles")
+    axes.set_aspect("equal")
     axes.plot([0], [0], color="white", marker="+", markersize=10, markeredgewidth=1.6)
     axes.set_xlabel(landscape.label(0))
     axes.set_ylabel(landscape.label(1))

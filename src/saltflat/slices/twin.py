@@ -11,7 +11,8 @@ have the same orbit, and so the same twin.
 
 The trace alone, which `Group.balance` minimises, does not decide: filters that feed BatchNorm can
 grow for ever, and what comes before them follows. Here the length holds them back, and units that
-no sample activates too. The sum over all s of e^{−2s} trace + e^{2s} length is least at twice the
+no sample activates too; only the scale of units with no weight but zero before or behind them stays
+open. The sum over all s of e^{−2s} trace + e^{2s} length is least at twice the
 root of the product, so that s is one more log-factor in a sum of exponentials, which is convex.
 """
 
@@ -56,6 +57,11 @@ def balanced_twin(
     ones = np.ones((count, 1))
     matrix = vstack([hstack([exponents.matrix, ones]), hstack([-exponents.matrix, -ones])])
     minimum = minimise(np.concatenate([bends, sizes]), matrix.tocsr())
+    if not minimum.attained:
+        notes.append(
+            "units with no weight but zero before or behind them have no balanced scale, and are "
+            "left as they are: in them the picture may change with a rescaling"
+        )
     element = group.element(torch.from_numpy(minimum.point[:-1]))
     return element(model), (*notes, *element.notes)
 
