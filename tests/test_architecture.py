@@ -22,6 +22,7 @@ MAY_USE: dict[str, set[str]] = {
     "landscape": {"curvature"},
     "measures": {"convex", "curvature", "landscape", "symmetries"},
     "report": {"curvature", "landscape", "measures"},
+    "slices": {"convex", "curvature", "landscape", "report", "symmetries"},
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},

@@ -700,8 +700,8 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert torch.equal(neurons, found["rho"].by_neuron["0"])
     assert str(again) == str(found)
     assert os.listdir(path.parent) == ["run.json"]
-    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.html'"):
-        found.save(tmp_path / "run.html")
+    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
+        found.save(tmp_path / "run.txt")
 
 
 def test_reports_from_before_bounds_had_a_direction(tmp_path: Path) -> None:

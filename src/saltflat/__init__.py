@@ -37,6 +37,7 @@ from saltflat.moved import advice
 from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
 from saltflat.saved import cite, load
+from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
     FAM,
@@ -72,6 +73,7 @@ __all__ = [
     "Hutchinson",
     "InvalidType",
     "InvalidValue",
+    "Landscape",
     "LossError",
     "Measurement",
     "MissingDependency",
@@ -99,6 +101,7 @@ __all__ = [
     "eigenvalues",
     "ggn",
     "hessian",
+    "landscape",
     "load",
     "max_eigenvalue",
     "measure",

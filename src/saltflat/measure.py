@@ -38,7 +38,7 @@ from saltflat.errors import (
     SaltflatError,
     nearest,
 )
-from saltflat.landscape import Landscape
+from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
@@ -158,7 +158,7 @@ def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
     """Where the model stands, and what is to be said of that, or why it is not known."""
     risk, budget = engine.risk, engine.settings.memory_budget
     try:
-        return standing(Landscape(risk, list(risk.parameters), memory_budget=budget))
+        return standing(RiskSurface(risk, list(risk.parameters), memory_budget=budget))
     except ChangedData:
         raise
     except (SaltflatError, RuntimeError) as reason:

@@ -9,15 +9,17 @@ from saltflat.bibliography import bibtex
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measures import MEASURES
 from saltflat.report import Comparison, Report, store
+from saltflat.slices import Landscape
 
-SAVED: dict[str, type[Report | Comparison | Audit]] = {
+SAVED: dict[str, type[Report | Comparison | Audit | Landscape]] = {
     "report": Report,
     "comparison": Comparison,
     "audit": Audit,
+    "landscape": Landscape,
 }
 
 
-def load(path: str | Path) -> Report | Comparison | Audit:
+def load(path: str | Path) -> Report | Comparison | Audit | Landscape:
     """Read any result that was saved, whatever kind it is; files say so themselves.
 
     Examples

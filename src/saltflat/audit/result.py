@@ -13,7 +13,8 @@ from rich.table import Table
 
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import Measurement
-from saltflat.report import ASK, WIDE, framed, invariance, store
+from saltflat.report import ASK, WIDE, Cell, Figure, Section, framed, html, invariance, store
+from saltflat.report import Table as HtmlTable
 from saltflat.result import Results
 
 if TYPE_CHECKING:
@@ -246,7 +247,9 @@ class Audit(Results[Audited]):
         return all(row.ok for row in self.values())
 
     def save(self, path: str | Path) -> Path:
-        """Write the audit to a .json file, whole or not at all."""
+        """Write the audit to a .json file, or as a page to a .html file, whole or not at all."""
+        if Path(path).suffix == ".html":
+            return html.write(path, f"Audit of {self.model}", self.sections())
         return store.save(path, "An audit", "audit", {"audit": self})
 
     @classmethod
@@ -314,6 +317,33 @@ class Audit(Results[Audited]):
             lines.append(f"not computed: {', '.join(prices)}; {ASK}")
         return lines
 
+    def sections(self) -> list[Section]:
+        """What a page shows of it: the verdicts, and drift against spread for each kind."""
+        rows = [
+            [
+                Cell(row.name),
+                html.number(row.value),
+                *(Cell(str(drift), drift.drift, detail=drift.element) for drift in row.values()),
+                Cell(row.verdict),
+                Cell(row.promise),
+            ]
+            for row in self.values()
+        ]
+        head = ["measure", "value", *self.kinds, "verdict", "declared invariant to"]
+        numeric = frozenset(range(1, 2 + len(self.kinds)))
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        text = f"Same function, other weights. Rescalings of {self.model}: {counts or 'none'}."
+        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
+        return [
+            Section(
+                "Audit",
+                text,
+                table=HtmlTable(head, rows, numeric),
+                figures=[_drifts(self, kind) for kind in self.kinds],
+                notes=[*self._legend(), *self.notes, *reasons],
+            )
+        ]
+
     def _legend(self) -> list[str]:
         if not self.kinds:
             return []
@@ -324,6 +354,85 @@ class Audit(Results[Audited]):
             f"✓ invariant: at most {t.closed:g}, plus gaps, {t.errors:g} standard errors of an "
             f"estimate, {t.searched:g} for a searched supremum. ✗ moved. ? hidden by its error.",
         ]
+
+
+def _drifts(audit: Audit, kind: str) -> Figure:
+    """A line a measure, with its name at the end."""
+    curves = {name: row[kind].curve for name, row in audit.items()}
+    shown = {name: [_drawn(d) for d in curve.values()] for name, curve in curves.items()}
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": html.label(name),
+            "x": list(curves[name]),
+            "y": drifts,
+            "line": {"color": f"@{index}", "width": 1.8},
+            "marker": {"color": f"@{index}", "symbol": index, "size": 7},
+            "hovertemplate": "%{fullData.name}, spread %{x:.3g}: drift %{y:.2e}<extra></extra>",
+        }
+        for index, (name, drifts) in enumerate(shown.items())
+    ]
+    rows = [(name, *pair) for name, curve in curves.items() for pair in curve.items()]
+    columns = {
+        key: [row[k] for row in rows] for k, key in enumerate(("measure", "spread", "drift"))
+    }
+    title = f"{kind.capitalize()} rescaling"
+    caption = "Along one random direction; a drift of nothing at all is drawn at the bottom."
+    return Figure(title, caption, traces, _drift_layout(audit, shown, columns), columns, height=480)
+
+
+def _drift_layout(
+    audit: Audit, shown: Mapping[str, list[float]], columns: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    logs = [math.log10(d) for drifts in shown.values() for d in drifts if math.isfinite(d)]
+    bottom, top = math.log10(_FLOOR) - 0.5, max([0.0, *logs]) + 0.5
+    ends = {
+        (name, index): math.log10(drifts[-1])
+        for index, (name, drifts) in enumerate(shown.items())
+        if drifts and math.isfinite(drifts[-1])
+    }
+    return {
+        "xaxis": {
+            "title": {"text": "spread of the factors"},
+            "type": "log",
+            "tickvals": sorted(set(columns["spread"])),
+        },
+        "yaxis": {
+            "title": {"text": "relative drift of the measure"},
+            "type": "log",
+            "range": [bottom, top],
+            "exponentformat": "power",
+            "nticks": 8,
+        },
+        "shapes": [_threshold(audit.tolerances.closed)],
+        "annotations": html.ends(ends, bottom, top, 0.036),
+        "margin": {"r": 230},
+    }
+
+
+def _drawn(drift: float) -> float:
+    """Where a drift is drawn: logarithms have no zero, and no infinity."""
+    return max(drift, _FLOOR) if math.isfinite(drift) else math.nan
+
+
+def _threshold(drift: float) -> dict[str, Any]:
+    """A line below which a closed form is called invariant."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": drift,
+        "y1": drift,
+        "line": {"color": "@faint", "width": 1, "dash": "dot"},
+        "label": {
+            "text": "invariant below",
+            "textposition": "start",
+            "yanchor": "top",
+            "font": {"color": "@faint", "size": 11},
+        },
+    }
 
 
 def _plot(audit: Audit, path: Path) -> Path:
@@ -358,7 +467,7 @@ def _panel(axis: Any, audit: Audit, kind: str) -> None:
         curve = row[kind].curve
         axis.plot(
             list(curve),
-            [max(drift, _FLOOR) if math.isfinite(drift) else math.nan for drift in curve.values()],
+            [_drawn(drift) for drift in curve.values()],
             color=_PALETTE[index % len(_PALETTE)],
             marker=_MARKERS[index % len(_MARKERS)],
             linewidth=1.4,

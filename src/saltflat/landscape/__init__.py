@@ -14,19 +14,19 @@ from saltflat.landscape.neighbourhoods import (
     near_rounding,
 )
 from saltflat.landscape.spheres import Filters, Spheres, at_least_tiny
-from saltflat.landscape.surfaces import BatchLandscape, Landscape, shifted
+from saltflat.landscape.surfaces import BatchSurface, RiskSurface, shifted
 
 __all__ = [
     "Ball",
-    "BatchLandscape",
     "BatchStatistics",
+    "BatchSurface",
     "Descent",
     "Feeds",
     "Filters",
-    "Landscape",
     "Neighbourhood",
     "Point",
     "Region",
+    "RiskSurface",
     "Spheres",
     "ascend",
     "at_least_tiny",

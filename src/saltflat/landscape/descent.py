@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from saltflat.landscape.surfaces import Landscape
+from saltflat.landscape.surfaces import RiskSurface
 from saltflat.vectors import total_norm
 
 # What the entry that changes most changes by in the first step, relative to itself.
@@ -31,7 +31,7 @@ class Descent:
     decrease: float
 
 
-def descend(landscape: Landscape) -> Descent:
+def descend(landscape: RiskSurface) -> Descent:
     """Look for a lower loss along −θ² ∘ ∇L, entry by entry, at up to three places.
 
     To first order a step t lowers the loss by t Σ θ_i² (∂L/∂θ_i)²; the next place is where a
@@ -68,7 +68,7 @@ def _minimum(slope: float, change: float, step: float) -> float:
 
 
 @torch.no_grad()
-def _relative(landscape: Landscape, gradient: dict[str, Tensor]) -> tuple[float, float]:
+def _relative(landscape: RiskSurface, gradient: dict[str, Tensor]) -> tuple[float, float]:
     """Turn a gradient into θ² ∘ ∇L. Returns Σ θ² (∇L)² and the largest |θ ∂L/∂θ|."""
     parameters = landscape.parameters
     slope, largest = _sizes(parameters, gradient, 0.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from saltflat.curvature import Company, Curvature, Safe, Settings
 from saltflat.errors import DataError
 from saltflat.landscape.batchnorm import BatchStatistics, batch_mode
-from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
+from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor, scalar
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
@@ -125,7 +125,7 @@ class _InCompany(Exception):
 
 
 @final
-class Landscape(Surface):
+class RiskSurface(Surface):
     """The risk itself: evaluation mode, the global normaliser, whatever the batches are."""
 
     def __init__(
@@ -139,6 +139,19 @@ class Landscape(Surface):
         self._company = Company(risk)
         # A gradient keeps about twice what a forward pass does.
         self.chunk = plan.chunk(curvature.settings.budget(risk.device), 8)
+
+    def accuracy(self, v: Vector | None = None) -> float:
+        """The share of labels that the largest output names at θ + v; a further forward pass."""
+        loss, hits, count = self.loss, 0, 0
+        assert isinstance(loss, CrossEntropy), "whoever asks has looked"
+        with self._at(v or {}), torch.no_grad():
+            for batch in self._chunks():
+                outputs, labels = loss.class_last(self._forward(batch), batch.targets)
+                labels = labels.argmax(-1) if labels.is_floating_point() else labels
+                counted = labels != loss.ignore_index
+                hits += int(((outputs.argmax(-1) == labels) & counted).sum())
+                count += int(counted.sum())
+        return hits / count
 
     def _evaluate(self, sums: Gradient | None) -> float:
         def attempt(size: int) -> float:
@@ -212,7 +225,7 @@ class Landscape(Surface):
 
 
 @final
-class BatchLandscape(Surface):
+class BatchSurface(Surface):
     """The mean over the data's batches of the loss of one batch, BatchNorm with the statistics of
     the batch and everything else in evaluation mode (Yi et al. 2019, eq. 2).
 

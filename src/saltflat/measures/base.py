@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self, final
 from saltflat.bibliography import bibtex
 from saltflat.curvature import Curvature, Kind, Layer, Quantity
 from saltflat.errors import NotApplicable, SaltflatError
-from saltflat.landscape import Landscape
+from saltflat.landscape import RiskSurface
 from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
@@ -72,11 +72,11 @@ class Context:
             )
         return self._group
 
-    def landscape(self) -> Landscape:
+    def landscape(self) -> RiskSurface:
         """The risk around the weight matrices: biases and normalisation parameters stay."""
         budget = None if self.engine is None else self.engine.settings.memory_budget
         names = [layer.parameter for layer in self.layers]
-        return Landscape(self.risk, names, memory_budget=budget)
+        return RiskSurface(self.risk, names, memory_budget=budget)
 
     def quantity(self, kind: Kind) -> Quantity:
         if kind in self.failures:
@@ -101,6 +101,7 @@ class Measure(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]  # the formula in a few words
+    explanation: ClassVar[str] = ""  # what it is, in one plain sentence
     paper: ClassVar[str]
     equation: ClassVar[str]
     references: ClassVar[tuple[str, ...]] = ()  # keys of the papers in `saltflat.bibliography`

@@ -43,6 +43,10 @@ class MinimumSharpness(Measure):
 
     name: ClassVar[str] = "minimum_sharpness"
     title: ClassVar[str] = "min_α Tr H"
+    explanation: ClassVar[str] = (
+        "The least Hessian trace that any rescaling of whole layers reaches without changing "
+        "the function."
+    )
     paper: ClassVar[str] = "Ibayashi et al. 2021"
     references: ClassVar[tuple[str, ...]] = ("ibayashi2021minimum",)
     equation: ClassVar[str] = "(4), Theorem 1"
@@ -79,6 +83,10 @@ class NeuronwiseMinimumSharpness(Measure):
 
     name: ClassVar[str] = "neuronwise_minimum_sharpness"
     title: ClassVar[str] = "min over all rescalings of Tr H"
+    explanation: ClassVar[str] = (
+        "The least Hessian trace that any rescaling, of single units too, reaches without "
+        "changing the function."
+    )
     paper: ClassVar[str] = "saltflat, after Ibayashi et al. 2021"
     references: ClassVar[tuple[str, ...]] = ("saltflat", "ibayashi2021minimum")
     equation: ClassVar[str] = ""

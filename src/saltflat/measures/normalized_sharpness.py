@@ -49,6 +49,10 @@ class NormalizedSharpness(Measure):
 
     name: ClassVar[str] = "normalized_sharpness"
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
+    explanation: ClassVar[str] = (
+        "What noise in the weights costs at best, when every row and column of a matrix may have "
+        "noise of its own size."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(17)"
@@ -125,6 +129,9 @@ class MatrixNormalizedSharpness(Measure):
 
     name: ClassVar[str] = "matrix_normalized_sharpness"
     title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
+    explanation: ClassVar[str] = (
+        "What noise in the weights costs at best, when every layer may have noise of its own size."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
     references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(13)"

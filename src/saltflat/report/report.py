@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final, get_args
+from typing import TYPE_CHECKING, Any, final
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.markup import escape
@@ -16,13 +16,14 @@ from rich.table import Table
 
 from saltflat.bibliography import bibtex
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
-from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
+from saltflat.measurement import Measurement
 from saltflat.printed import Printed
-from saltflat.report import store
+from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
 from saltflat.report.standing import Standing
 from saltflat.report.verdict import SAME, Verdict, judged
-from saltflat.result import Results
+from saltflat.report.words import gradients, invariance, settings
+from saltflat.result import Density, Diagonal, Results
 
 if TYPE_CHECKING:
     import pandas
@@ -69,9 +70,51 @@ class Report(Results[Measurement]):
             )
         raise NotMeasured(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
 
-    def save(self, path: str | Path) -> Path:
-        """Write the report to a .json file, whole or not at all."""
+    def save(
+        self,
+        path: str | Path,
+        *,
+        audit: html.Sectioned | None = None,
+        density: Density | None = None,
+        diagonal: Diagonal | None = None,
+        landscape: html.Sectioned | Sequence[html.Sectioned] = (),
+        comparison: Comparison | None = None,
+        history: Sequence[sections.Moment] | sections.Monitored = (),
+    ) -> Path:
+        """Write the report to a file, whole or not at all: .json to be loaded again, or .html.
+
+        A page is one file that opens without a network. It also shows what is passed along, for a
+        report never computes anything: an `Audit`, a `Density`, a `Diagonal`, one `Landscape` or
+        several, a `Comparison`, and a `Monitor` or its history.
+        """
+        parts = {
+            "audit": audit,
+            "density": density,
+            "diagonal": diagonal,
+            "landscape": landscape,
+            "comparison": comparison,
+            "history": history,
+        }
+        given = {name: part for name, part in parts.items() if part not in (None, (), [])}
+        if Path(path).suffix == ".html":
+            title = f"Flatness of {self.provenance.model}"
+            return html.write(path, title, [*self.sections(), *sections.further(given)])
+        if given:
+            raise InvalidValue(
+                f"A report is saved as .json without {', '.join(given)}, which only a .html file "
+                f"shows. Got {Path(path).name!r}."
+            )
         return store.save(path, "A report", "report", store.plain(self))
+
+    def sections(self) -> list[html.Section]:
+        """What a page shows of it."""
+        p = self.provenance
+        return [
+            sections.summary(p, self.standing, self.notes),
+            sections.measures(self.measurements, self.skipped, self.left_out, p.gradients),
+            *sections.layers(self.measurements),
+            *sections.neurons(self.measurements),
+        ]
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -149,10 +192,10 @@ class Report(Results[Measurement]):
         if wide:
             table.add_column("with")
         for m in self.values():
-            cost = _gradients(p.gradients.get(m.name))
+            cost = gradients(p.gradients.get(m.name))
             cells = [m.name, f"{m.value:.6g}", m.certainty, *([m.sampled] if sampled else [])]
             cells += [*([cost] if wide else []), invariance(m.invariant_to, short=not wide)]
-            table.add_row(*cells, *([escape(_settings(m))] if wide else []))
+            table.add_row(*cells, *([escape(settings(m))] if wide else []))
         if wide:
             self._others(table, ["–", *([""] if sampled else [])])
         table.caption = escape("\n".join(self._captions(wide, sampled))) or None
@@ -170,7 +213,7 @@ class Report(Results[Measurement]):
             table.add_section()
             for words, step in (("shared by all", "curvature"), ("is it a minimum?", "standing")):
                 if step in spent:
-                    table.add_row(words, "", "", *more, _gradients(spent[step]), "", "")
+                    table.add_row(words, "", "", *more, gradients(spent[step]), "", "")
 
     def _captions(self, wide: bool, sampled: bool) -> list[str]:
         lines = [] if self.standing is None else [str(self.standing)]
@@ -178,8 +221,8 @@ class Report(Results[Measurement]):
             lines.append("sampling: standard error for the population that the samples come from")
         if not wide:
             lines += [f"{name} does not apply: {why}" for name, why in self.skipped.items()]
-            settings = {m.name: _settings(m) for m in self.values()}
-            if told := [f"{name} {text}" for name, text in settings.items() if text]:
+            chosen = {m.name: settings(m) for m in self.values()}
+            if told := [f"{name} {text}" for name, text in chosen.items() if text]:
                 lines.append(f"with {'; '.join(told)}")
             if prices := [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]:
                 lines.append(f"not computed: {', '.join(prices)}; {ASK}")
@@ -191,11 +234,6 @@ class Report(Results[Measurement]):
 
 # What is to be written for a measure that was left out.
 ASK = 'measures="all"'
-
-
-def _gradients(count: float | None) -> str:
-    """A number of gradients; nothing for what is made of what is shared."""
-    return "" if not count else f"{count:.1f}" if count < 10 else f"{count:.0f}"
 
 
 @final
@@ -271,8 +309,15 @@ class Comparison(Results[Report]):
         return "some not comparable" if "not comparable" in words else "not distinguishable"
 
     def save(self, path: str | Path) -> Path:
-        """Write all reports to one .json file, whole or not at all."""
+        """Write all to one .json file, or as a page to a .html file, whole or not at all."""
+        if Path(path).suffix == ".html":
+            return html.write(path, f"Comparison of {' and '.join(self)}", self.sections())
         return store.save(path, "A comparison", "comparison", store.plain(self))
+
+    def sections(self) -> list[html.Section]:
+        """What a page shows of it."""
+        values = {name: report.measurements for name, report in self.items()}
+        return [sections.comparison(values, self.measures, self.problems)]
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
@@ -355,13 +400,6 @@ def _cell(m: Measurement | None) -> str:
     return f"{m.value:.5g}" + (f" ± {m.stderr:.2g}" if m.stderr else "")
 
 
-def invariance(kinds: Collection[str], *, short: bool = False) -> str:
-    """`every rescaling` (`all`, if that must be short), `layer, neuron`, or `nothing`."""
-    if set(kinds) == EVERY_RESCALING:
-        return "all" if short else "every rescaling"
-    return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
-
-
 # From so many columns on, tables have frames and all their columns.
 WIDE = 110
 
@@ -421,8 +459,3 @@ def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
             m["neurons"] = m["details"].pop("neurons", "")
         m.setdefault("degrees", inf if m["exact"] or m.get("bound") else nan)
     return content
-
-
-def _settings(m: Measurement) -> str:
-    shown = {k: v for k, v in m.settings.items() if v is not None and v is not False}
-    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())

@@ -9,7 +9,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from saltflat.landscape import Landscape, descend
+from saltflat.landscape import RiskSurface, descend
 from saltflat.losses import CrossEntropy, JointLoss, Loss, divisor
 from saltflat.printed import Told
 from saltflat.risk import Batch
@@ -133,7 +133,7 @@ class Standing(Told):
         return f"loss {self.loss:.4g}{error}{right}: {self.verdict}"
 
 
-def standing(landscape: Landscape) -> tuple[Standing, list[str]]:
+def standing(landscape: RiskSurface) -> tuple[Standing, list[str]]:
     """Of the model as it is, in the session of its risk, and what is to be said of its outputs.
 
     Costs one gradient and up to four forward passes.
