@@ -23,7 +23,7 @@ closure clears the gradients, calls `self.manual_backward(loss)` and returns the
 
 FAM needs nothing: make it where the layers are made and add it to the loss in `training_step`.
 
-    self.fam = FAM(self.net, layer="fc", strength=0.1)
+    self.fam = FAM(self.net, layer="fc", share=0.05)
     …
     return criterion(self.net(x), y) + self.fam(y)
 """
