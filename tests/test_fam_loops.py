@@ -173,6 +173,10 @@ def test_compiled_before_the_hooks_came() -> None:
         torch.compiler.reset()
         compiled(x)
         assert fam(LABELS) != 0
+        with pytest.raises(
+            sf.ModelError, match=r"already used. Call fam\(targets\) once.*gradients.$"
+        ):
+            fam(LABELS)  # no word of compiling
 
 
 @pytest.mark.filterwarnings("ignore")
