@@ -73,7 +73,7 @@ def _numbers(value: Any) -> Any:
     return {k: _numbers(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Write beside the file and put it in its place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files nobody else may read.
@@ -94,7 +94,7 @@ def save(path: str | Path, what: str, content: Mapping[str, Any]) -> Path:
     path = Path(path)
     if path.suffix != ".json":
         raise InvalidValue(f"{what} is saved as .json. Got {path.name!r}.")
-    _write(path, json.dumps(plain({"saltflat": 1, **content}), indent=1, allow_nan=False))
+    write(path, json.dumps(plain({"saltflat": 1, **content}), indent=1, allow_nan=False))
     return path
 
 
