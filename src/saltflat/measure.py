@@ -30,6 +30,7 @@ from saltflat.curvature import (
 )
 from saltflat.errors import (
     ChangedData,
+    Interrupted,
     InvalidType,
     InvalidValue,
     MissingDependency,
@@ -92,6 +93,9 @@ def measure(
         second; SALTFLAT_PROGRESS=0 in the environment silences that.
     Other arguments as in `trace`.
 
+    Ctrl-C raises `Interrupted`, a KeyboardInterrupt, once a measure is done: its `partial` is the
+    report so far.
+
     Examples
     --------
     >>> import torch, saltflat as sf
@@ -121,7 +125,7 @@ def measure(
 
 def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError) -> Report:
     """The measures one after the other, inside the session of the engine's risk."""
-    risk, work, count = engine.risk, engine.risk.work, len(measures) + 1
+    work, count = engine.risk.work, len(measures) + 1
     seconds: dict[str, float] = {}
     spent: dict[str, float] = {}
     done: dict[str, Measurement] = {}
@@ -131,21 +135,52 @@ def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError)
     start = perf_counter()
     context, failure = prepared(engine, measures, on_error)
     seconds["curvature"], spent["curvature"] = perf_counter() - start, work.done
-    for index, each in enumerate(measures):
-        work.at(each.name, index + 1, count)
-        start, before = perf_counter(), work.done
-        result = compute_one(each, context) if on_error == "raise" else attempt(each, context)
-        if isinstance(result, Measurement):
-            done[each.name] = result
-        else:
-            skipped[each.name] = result
-        seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
+    try:
+        for index, each in enumerate(measures):
+            work.at(each.name, index + 1, count)
+            start, before = perf_counter(), work.done
+            result = compute_one(each, context) if on_error == "raise" else attempt(each, context)
+            if isinstance(result, Measurement):
+                done[each.name] = result
+            else:
+                skipped[each.name] = result
+            seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
+    except KeyboardInterrupt as stop:
+        if not done:
+            raise
+        raise Interrupted(_partial(measures, engine, done, skipped, seconds, spent)) from stop
     if failure is not None and not done:
         raise failure
     work.at("done", count, count)
-    certificate = engine.first.certificate
+    return _report(engine, done, skipped, seconds, spent)
+
+
+def _report(
+    engine: Curvature,
+    done: Mapping[str, Measurement],
+    skipped: Mapping[str, str],
+    seconds: Mapping[str, float],
+    spent: Mapping[str, float],
+) -> Report:
+    risk, certificate = engine.risk, engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     return Report(done, skipped, source, (*_notes(risk), *engine.first.notes))
+
+
+def _partial(
+    measures: Sequence[Measure],
+    engine: Curvature,
+    done: Mapping[str, Measurement],
+    skipped: Mapping[str, str],
+    seconds: Mapping[str, float],
+    spent: Mapping[str, float],
+) -> Report:
+    """What there is after an interruption; the rest is listed as skipped for that reason."""
+    rest = [m.name for m in measures if m.name not in done and m.name not in skipped]
+    reasons = {**skipped, **dict.fromkeys(rest, "interrupted before it was computed")}
+    report = _report(engine, done, reasons, seconds, spent)
+    note = f"PARTIAL: interrupted after {len(done)} of {len(measures)} measures"
+    return replace(report, notes=(note, *report.notes))
 
 
 def compare(

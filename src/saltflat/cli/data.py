@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset, Subset
 
 from saltflat.cli.files import SUFFIXES, tensors
 from saltflat.cli.named import called, is_named, named
@@ -16,7 +17,9 @@ from saltflat.datasets import digits
 from saltflat.errors import DataError, LoadError, nearest
 from saltflat.losses import summary
 
-FORMS = "a built-in set (see `saltflat data`), file.npz, file.safetensors, file.pt, or module:callable"
+FORMS = (
+    "a built-in set (see `saltflat data`), file.npz, file.safetensors, file.pt, or module:callable"
+)
 
 # Names that files give to inputs and targets.
 _PAIRS = (
@@ -110,10 +113,12 @@ class First:
 
 
 def first(data: Any, samples: int) -> Any:
-    """The first samples of a pair of tensors, or of batches."""
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
+    """The first samples of a pair of tensors, of a data set, or of batches."""
+    if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[0], Tensor):
         return tuple(t[:samples] for t in data)
-    return First(data, samples)
+    if isinstance(data, Dataset) and hasattr(data, "__len__"):
+        return Subset(data, range(min(samples, len(data))))
+    return First([data] if isinstance(data, Mapping) else data, samples)
 
 
 def _size(item: Any) -> int:
@@ -135,7 +140,7 @@ def _cut(item: Any, size: int, most: int) -> Any:
 
 def described(data: Any) -> dict[str, str]:
     """What there is to see of the data: of the pair, or of the first batch."""
-    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Tensor):
+    if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[0], Tensor):
         return {"inputs": summary(data[0]), "targets": summary(data[1])}
     item = next(iter(data), None)
     if item is None:

@@ -48,10 +48,9 @@ _FORMATS = {
 _STRIDED = 7
 
 # What is called besides aten's operators: arithmetic of sizes.
+_SIZES = "add sub mul floordiv truediv mod neg pos getitem eq ne lt le gt ge"
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    f"_operator.{name}": getattr(operator, name)
-    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pos", "getitem")
-    + ("eq", "ne", "lt", "le", "gt", "ge")
+    f"_operator.{name}": getattr(operator, name) for name in _SIZES.split()
 }
 _ATEN = re.compile(r"torch\.ops\.aten\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)")
 _FILES = {"from_file", "save", "load"}  # operators that touch the disk

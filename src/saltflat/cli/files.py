@@ -74,7 +74,9 @@ def existing(path: Path) -> Path:
     """The path, if a file is there."""
     if not path.exists():
         beside = path.parent if path.parent.is_dir() else None
-        names = sorted(p.name for p in beside.iterdir() if p.suffix == path.suffix) if beside else []
+        names = (
+            sorted(p.name for p in beside.iterdir() if p.suffix == path.suffix) if beside else []
+        )
         there = f" In that folder are {listed(names)}." if names else ""
         raise LoadError(f"There is no file {path}.{there}")
     if not path.is_file():

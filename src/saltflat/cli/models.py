@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from saltflat.errors import LoadError, listed, nearest, optional
 
 FORMS = "package.module:callable, path/to/file.py:callable, program.pt2, a folder, or zoo:NAME"
 
-ZOO = {
-    "mlp": zoo.mlp,
+ZOO: dict[str, Callable[[], nn.Module]] = {
     "ibayashi_mlp": zoo.ibayashi_mlp,
     "ibayashi_cnn": zoo.ibayashi_cnn,
     "lenet5": zoo.lenet5,
@@ -68,12 +67,12 @@ def _unknown(text: str) -> str:
 
 def _from_zoo(text: str) -> nn.Module:
     _, name, *rest = text.split(":")
-    if name not in ZOO:
-        raise LoadError(f"The zoo has no {name!r}. {nearest(name, ZOO)}")
     if name != "mlp":
+        if name not in ZOO:
+            raise LoadError(f"The zoo has no {name!r}. {nearest(name, ['mlp', *ZOO])}")
         if rest:
             raise LoadError(f"zoo:{name} takes no settings. Got {':'.join(rest)!r}.")
-        return ZOO[name]()  # type: ignore[operator]
+        return ZOO[name]()
     sizes = rest[0].split("-") if len(rest) == 1 else []
     if len(sizes) < 2 or not all(s.isdecimal() and 0 < int(s) <= 100_000 for s in sizes):
         raise LoadError(
@@ -162,7 +161,9 @@ def _check_size(folder: Path, kind: Any, config: Mapping[str, Any]) -> None:
     entries = sum(_count(file) for file in _files(folder))
     for key, value in _numbers(config):
         if "layers" in key and value > entries:
-            raise LoadError(f"{folder / 'config.json'} says {key}={value}; there are {entries} weights.")
+            raise LoadError(
+                f"{folder / 'config.json'} says {key}={value}; there are {entries} weights."
+            )
     with torch.device("meta"):
         model = kind(kind.config_class.from_pretrained(folder, local_files_only=True))
     numbers = sum(p.numel() for p in model.parameters())

@@ -78,7 +78,7 @@ def _module(name: str) -> ModuleType:
     _search(Path.cwd())  # as `python -m` does
     if not all(part.isidentifier() for part in name.split(".")):
         raise LoadError(
-            f"{name!r} is no name of a module. Write package.module:object, or path/to/file.py:object."
+            f"{name!r} is no module's name. Write package.module:object or path/to/file.py:object."
         )
     try:
         return importlib.import_module(name)
