@@ -62,6 +62,13 @@ def main_options(
     """Options before the command."""
 
 
+@app.command(epilog=_example("demo"))
+def demo(traceback: Traceback = False) -> None:
+    """Run the main jobs on data that come with scikit-learn; some minutes."""
+    with speaking(Voice(traceback=traceback)):
+        runpy.run_module("saltflat.demo", run_name="__main__")
+
+
 @app.command(
     epilog=_example(
         "measure zoo:mlp:64-32-10 --data digits",
@@ -110,6 +117,7 @@ def compare(
     models: Annotated[
         list[str],
         typer.Argument(
+            metavar="MODELS...",
             help="Models as for measure, each may be written NAME=MODEL; or saved reports, .json.",
             show_default=False,
         ),
@@ -145,6 +153,7 @@ def _saved(path: Path) -> sf.Report:
 def _contenders(models: list[str], checkpoints: list[Path]) -> dict[str, tuple[str, Path | None]]:
     """Name, model and weights of each."""
     if len(models) == 1 and len(checkpoints) > 1:
+        pairs: list[tuple[str, tuple[str, Path | None]]]
         pairs = [(path.stem, (models[0], path)) for path in checkpoints]
     elif checkpoints and len(checkpoints) != len(models):
         raise typer.BadParameter(
@@ -294,13 +303,6 @@ def doctor(json: Json = False, traceback: Traceback = False) -> None:
         voice.result(findings, findings.content)
         if not findings.ok:
             raise typer.Exit(Code.FAILED)
-
-
-@app.command(epilog=_example("demo"))
-def demo(traceback: Traceback = False) -> None:
-    """Run the main jobs on data that come with scikit-learn; some minutes."""
-    with speaking(Voice(traceback=traceback)):
-        runpy.run_module("saltflat.demo", run_name="__main__")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from rich.text import Text
 from torch import nn
 
 import saltflat as sf
@@ -44,6 +45,9 @@ class Balanced:
 
         state = self.model.state_dict()
         save_file({name: value.contiguous().clone() for name, value in state.items()}, str(path))
+
+    def __rich__(self) -> Text:
+        return Text(str(self))
 
     def __str__(self) -> str:
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -96,11 +97,8 @@ def _failed(name: str, error: BaseException) -> LoadError:
 
 
 def _words(error: BaseException) -> str:
-    """The message, and where it was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = ""
-    if trace is not None:
-        where = f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
+    """The message, and the line of the user's code that it came from, if it did."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [f for f in lines if f.filename != __file__ and not f.filename.startswith("<frozen")]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{str(error).strip() or 'no message'}{where}"

@@ -55,6 +55,7 @@ def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
 Model = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help=f"{MODEL_FORMS}. Code that you name is imported, which runs it; nothing else is run.",
         show_default=False,
     ),

@@ -51,7 +51,7 @@ class Voice:
     def note(self, text: str) -> None:
         """Something to know that is no result."""
         if not self.quiet:
-            print(f"saltflat: {text}", file=sys.stderr)
+            _tell(text)
 
     def result(self, result: Any, content: Callable[[], Any] | None = None) -> None:
         """Print a result; `content` makes what stands for it in JSON, if it cannot be saved."""
@@ -62,15 +62,23 @@ class Voice:
         else:
             print(result)
 
-    def failure(self, error: BaseException, code: Code) -> None:
+    def failure(self, error: BaseException, words: str, code: Code) -> None:
         """Say what went wrong: in words, and to a program that reads JSON too."""
-        words = str(error) or type(error).__name__
         if self.json:
             content = {"kind": type(error).__name__, "message": words, "exit": int(code)}
             print(json.dumps({"saltflat": 1, "error": content}, indent=1))
         if self.traceback:
             traceback.print_exception(error, file=sys.stderr)
-        print(f"saltflat: {words}", file=sys.stderr)
+        _tell(words)
+
+
+def _tell(text: str) -> None:
+    """On stderr, in a terminal with lines that end between words."""
+    text = f"saltflat: {text}"
+    if sys.stderr.isatty():
+        Console(stderr=True, highlight=False, markup=False).print(text)
+    else:
+        print(text, file=sys.stderr)
 
 
 @contextmanager
@@ -87,39 +95,27 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
         except Interrupted as stop:
             voice.result(stop.partial)
             keep(voice, stop.partial, *save)
-            print("saltflat: interrupted; the result is partial.", file=sys.stderr)
-            raise typer.Exit(Code.INTERRUPTED) from None
-        except KeyboardInterrupt as stop:
-            voice.failure(KeyboardInterrupt("interrupted before there was a result"), _CODES[-1][1])
+            _tell("interrupted; the result is partial.")
             raise typer.Exit(Code.INTERRUPTED) from stop
-        except (typer.Exit, typer.BadParameter):
+        except KeyboardInterrupt as stop:
+            voice.failure(stop, "interrupted before there was a result.", Code.INTERRUPTED)
+            raise typer.Exit(Code.INTERRUPTED) from stop
+        except (typer.Exit, typer.BadParameter, BrokenPipeError):
             raise
         except Exception as error:
-            code = next((code for kind, code in _CODES if isinstance(error, kind)), Code.FAILED)
-            voice.failure(_in_words(error, voice), code)
-            raise typer.Exit(code) from None
+            code = Code.NOT_LOADED if isinstance(error, LoadError) else Code.FAILED
+            voice.failure(error, _in_words(error, voice), code)
+            raise typer.Exit(code) from error
 
 
-_CODES: list[tuple[type[BaseException], Code]] = [
-    (LoadError, Code.NOT_LOADED),
-    (SaltflatError, Code.FAILED),
-    (KeyboardInterrupt, Code.INTERRUPTED),
-]
-
-
-def _in_words(error: Exception, voice: Voice) -> Exception:
-    """The error itself, or what to do about one that saltflat did not raise."""
+def _in_words(error: Exception, voice: Voice) -> str:
+    """The message, and what to do about an error that saltflat did not raise."""
     if isinstance(error, SaltflatError):
-        return error
-    words = (str(error) or "no message").splitlines()[0]
-    hint = "" if voice.traceback else " Run it again with --traceback to see where."
-    if "memory" in words.lower() or isinstance(error, MemoryError):
-        hint = " Take fewer samples (--samples), or another device (--device cpu)."
-    kind = f"{type(error).__name__}: {words}"
-    return type(error)(f"{kind}{hint}") if type(error) in _PLAIN else SaltflatError(f"{kind}{hint}")
-
-
-_PLAIN = (MemoryError, RuntimeError, OSError)
+        return str(error)
+    words = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+    if isinstance(error, MemoryError) or "memory" in words.lower():
+        return f"{words} Take fewer samples (--samples), or another device (--device cpu)."
+    return words if voice.traceback else f"{words} Run it again with --traceback to see where."
 
 
 def keep(voice: Voice, result: Any, *paths: Path | None) -> None:

@@ -95,7 +95,7 @@ def _under(prefix: str) -> Names:
 
 
 def _left(names: list[str], words: str) -> list[str]:
-    return [f"{len(names)} weights {words}: {_few(names)}"] if names else []
+    return [f"weights {words} ({len(names)}): {_few(names)}"] if names else []
 
 
 def _rounding(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
