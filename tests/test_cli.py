@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
-from saltflat.cli import app
+from saltflat.cli import app, main
 from saltflat.cli.running import Code
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -200,21 +202,15 @@ def test_data_says_where_sets_come_from(place: Path) -> None:
 
 
 def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import PackageNotFoundError
-
-    import saltflat.cli.doctor as doctor
-
-    known = doctor.version
-
-    def version(package: str) -> str:
+    def found(package: str) -> str:
         if package == "pandas":
             raise PackageNotFoundError
-        return known(package)
+        return version(package)
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr("saltflat.cli.doctor.version", found)
     assert "pip install pandas" in run("doctor").stdout
     assert json.loads(run("doctor", "--json").stdout)["missing"] == {"pandas": "pip install pandas"}
-    monkeypatch.setattr(doctor, "_trace", lambda *_: 1e9)
+    monkeypatch.setattr("saltflat.cli.doctor._trace", lambda *_: 1e9)
     assert "On cpu the trace" in run("doctor", code=1).stdout
 
 
@@ -297,6 +293,25 @@ def test_help_lists_exit_codes() -> None:
     said = " ".join(run("--help").stdout.split())
     for code in Code:
         assert f" {code.value} " in said
+
+
+def test_completion_knows_names() -> None:
+    words = {"COMP_WORDS": "saltflat measure zoo:lenet5 -m neur", "COMP_CWORD": "4"}
+    environment = {**words, "_SALTFLAT_COMPLETE": "complete_bash"}
+    result = CliRunner().invoke(app, [], prog_name="saltflat", env=environment)
+    assert result.output.strip() == "neuronwise_minimum_sharpness"
+
+
+def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append(name))
+    run("demo")
+    assert ran == ["saltflat.demo"]
+
+
+def test_the_entry_point_is_the_command() -> None:
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"saltflat": f"{main.__module__.rpartition('.')[0]}:main"}
 
 
 def test_as_a_module_with_pipes(place: Path) -> None:

@@ -84,6 +84,13 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C, once there was something to keep: `partial` is a result that says what it lacks.
 
     It is a `KeyboardInterrupt` like any other for code that does not ask for more.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> stop = sf.Interrupted("the report so far")
+    >>> isinstance(stop, KeyboardInterrupt), stop.partial
+    (True, 'the report so far')
     """
 
     def __init__(self, partial: Any) -> None:

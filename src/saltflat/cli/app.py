@@ -15,6 +15,7 @@ from saltflat.cli import bench as speed
 from saltflat.cli import doctor as health
 from saltflat.cli.data import BUILT_IN, described, load_data
 from saltflat.cli.options import (
+    MEASURED,
     Checkpoint,
     Html,
     Measures,
@@ -117,14 +118,19 @@ def compare(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODELS...",
+            metavar="MODEL",
             help="Models as for measure, each may be written NAME=MODEL; or saved reports, .json.",
             show_default=False,
         ),
     ],
     checkpoint: Annotated[
         list[Path] | None,
-        typer.Option("--checkpoint", "--weights", help="One a model, or several of the one model."),
+        typer.Option(
+            "--checkpoint",
+            "--weights",
+            help="Weights: one file a model, or several of the one model.",
+            rich_help_panel=MEASURED,
+        ),
     ] = None,
     measures: Measures = None,
     save: Save = None,

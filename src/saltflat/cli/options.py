@@ -14,8 +14,8 @@ import torch
 import typer
 from torch import nn
 
+from saltflat.cli.data import BUILT_IN, load_data
 from saltflat.cli.data import FORMS as DATA_FORMS
-from saltflat.cli.data import load_data
 from saltflat.cli.models import FORMS as MODEL_FORMS
 from saltflat.cli.models import load_model
 from saltflat.cli.named import is_named, named
@@ -25,7 +25,7 @@ from saltflat.errors import LoadError, nearest
 from saltflat.losses import NAMED
 from saltflat.measures import MEASURES
 
-_TIES = "What is measured"
+MEASURED = "What is measured"
 _HOW = "How"
 _OUT = "What comes out"
 
@@ -66,7 +66,7 @@ Checkpoint = Annotated[
         "--checkpoint",
         "--weights",
         help="Weights: .safetensors, .pt, .pth, or Lightning's .ckpt. Read without running them.",
-        panel=_TIES,
+        panel=MEASURED,
     ),
 ]
 Measures = Annotated[
@@ -76,8 +76,16 @@ Measures = Annotated[
         "-m",
         help='Names with commas, or "all". By default what one sweep over the data gives.',
         panel=_HOW,
+        autocompletion=lambda incomplete: [n for n in MEASURES if n.startswith(incomplete)],
     ),
 ]
+_DATA = _option(
+    "--data",
+    "-d",
+    help=f"{DATA_FORMS}.",
+    panel=MEASURED,
+    autocompletion=lambda incomplete: [n for n in BUILT_IN if n.startswith(incomplete)],
+)
 Save = Annotated[Path | None, _option("--save", help="Write the result to FILE.json.", panel=_OUT)]
 Html = Annotated[Path | None, _option("--html", help="Write a page FILE.html.", panel=_OUT)]
 
@@ -87,25 +95,38 @@ Html = Annotated[Path | None, _option("--html", help="Write a page FILE.html.", 
 class Request:
     """What the user asks of a computation."""
 
-    data: Annotated[str | None, _option("--data", "-d", help=f"{DATA_FORMS}.", panel=_TIES)] = None
+    data: Annotated[str | None, _DATA] = None
     loss: Annotated[
-        str, _option("--loss", help=f"{', '.join(NAMED)}, or file.py:callable.", panel=_TIES)
+        str,
+        _option(
+            "--loss",
+            help=f"{', '.join(NAMED)}, or file.py:callable.",
+            panel=MEASURED,
+            autocompletion=lambda incomplete: [n for n in NAMED if n.startswith(incomplete)],
+        ),
     ] = "cross_entropy"
     samples: Annotated[
-        int | None, _option("--samples", help="The first so many only.", panel=_TIES, min=1)
+        int | None, _option("--samples", help="The first so many only.", panel=MEASURED, min=1)
     ] = None
     parameters: Annotated[
-        Chosen, _option("--parameters", help="Frozen ones too, with all.", panel=_TIES)
+        Chosen, _option("--parameters", help="Frozen ones too, with all.", panel=MEASURED)
     ] = Chosen.trainable
     output: Annotated[
         str | None,
-        _option("--output", help="Which of the model's outputs: a key, or callable.", panel=_TIES),
+        _option(
+            "--output", help="Which of the model's outputs: a key, or callable.", panel=MEASURED
+        ),
     ] = None
     unpack: Annotated[
         str | None,
-        _option("--unpack", help="file.py:callable, a batch to (inputs, targets).", panel=_TIES),
+        _option("--unpack", help="file.py:callable, a batch to (inputs, targets).", panel=MEASURED),
     ] = None
-    strict: Annotated[bool, _option(help="Weights must fit the model in full.", panel=_TIES)] = True
+    lenient: Annotated[
+        bool,
+        _option(
+            "--no-strict", help="Load the weights that fit, and list the others.", panel=MEASURED
+        ),
+    ] = False
     curvature: Annotated[Matrix, _option("--curvature", help="The matrix.", panel=_HOW)] = (
         Matrix.hessian
     )
@@ -135,7 +156,7 @@ class Request:
         """The model with its weights, on the device."""
         model = load_model(name, seed=self.seed)
         if checkpoint is not None:
-            for note in load_weights(model, checkpoint, strict=self.strict):
+            for note in load_weights(model, checkpoint, strict=not self.lenient):
                 self.voice.note(note)
         elif name.startswith("zoo:"):
             self.voice.note("the model has random weights; give trained ones by --checkpoint")
