@@ -157,6 +157,26 @@ def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
     run("compare", "a.json", "none.json", code=3)
 
 
+def test_an_interrupted_comparison_keeps_what_is_done(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = sf.measure, list[Any]()
+
+    def second_time(*args: Any, **options: Any) -> sf.Report:
+        calls.append(args)
+        report = whole(*args, **options)
+        if len(calls) == 2:
+            raise sf.Interrupted(report)
+        return report
+
+    monkeypatch.setattr(sf, "measure", second_time)
+    models = [f"{name}={net(place, 'make')}" for name in "abc"]
+    options = ["--data", "data.npz", "-m", "rho", "--json", "--save", "all.json"]
+    content = json.loads(run("compare", *models, *options, code=130).stdout)
+    assert list(content["reports"]) == ["a", "b (partial)"]
+    assert (place / "all.json").exists()
+
+
 def test_audit_ends_with_its_verdict(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [net(place, "make"), "--data", "data.npz", "-m", "hessian_trace", "--elements", "1"]
     found = run("audit", *options, "--json", "--save", "audit.json")

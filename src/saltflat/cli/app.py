@@ -152,7 +152,7 @@ def compare(
 def _saved(path: Path) -> sf.Report:
     try:
         return sf.Report.load(path)
-    except (OSError, ValueError, RecursionError) as error:
+    except Exception as error:  # whatever a damaged file may lead to
         raise LoadError(f"{path} is no report: {error}") from error
 
 

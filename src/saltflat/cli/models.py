@@ -99,10 +99,10 @@ def _folder(folder: Path) -> nn.Module:
         _check_size(folder, kind, config)
         model, info = kind.from_pretrained(  # type: ignore[attr-defined]
             folder,
-            local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **_HERE,
         )
     if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise LoadError(
@@ -127,6 +127,11 @@ def _config(folder: Path) -> dict[str, Any]:
     for key, why in _REFUSED.items():
         if key in config:
             raise LoadError(f"{path} has {key!r}: {why}")
+    if (folder / "adapter_config.json").exists():
+        raise LoadError(
+            f"{folder} is an adapter to another model. Merge the two in your own code, or name "
+            "that: file.py:make_model."
+        )
     if not _files(folder):
         raise LoadError(
             f"{folder} has no .safetensors file. Pickles (pytorch_model.bin) are not read: load "
@@ -135,6 +140,9 @@ def _config(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = config
     return settings
 
+
+# A configuration may name an implementation of attention that is fetched from elsewhere.
+_HERE = {"local_files_only": True, "attn_implementation": "eager"}
 
 _REFUSED = {
     "auto_map": "the model is code that came with the folder, which is never run from here. Name "
@@ -165,7 +173,7 @@ def _check_size(folder: Path, kind: Any, config: Mapping[str, Any]) -> None:
                 f"{folder / 'config.json'} says {key}={value}; there are {entries} weights."
             )
     with torch.device("meta"):
-        model = kind(kind.config_class.from_pretrained(folder, local_files_only=True))
+        model = kind(kind.config_class.from_pretrained(folder, **_HERE))
     numbers = sum(p.numel() for p in model.parameters())
     if numbers > size:  # of a byte or more each
         raise LoadError(

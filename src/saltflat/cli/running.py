@@ -57,7 +57,7 @@ class Voice:
         """Print a result; `content` makes what stands for it in JSON, if it cannot be saved."""
         if self.json:
             print(json.dumps(content() if content else saved(result), indent=1, allow_nan=False))
-        elif sys.stdout.isatty():
+        elif sys.stdout.isatty() and not isinstance(result, str):
             Console(highlight=False).print(result)
         else:
             print(result)
