@@ -25,7 +25,7 @@ MAY_USE: dict[str, set[str]] = {
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},
-    "cli": {"audit", "curvature", "measures", "report", "symmetries"},
+    "cli": {"measures", "symmetries"},
 }
 OUTSIDE = {"zoo", "datasets", "demo"}
 MOST_LINES = 40

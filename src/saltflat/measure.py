@@ -125,7 +125,7 @@ def measure(
 
 def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError) -> Report:
     """The measures one after the other, inside the session of the engine's risk."""
-    work, count = engine.risk.work, len(measures) + 1
+    risk, work, count = engine.risk, engine.risk.work, len(measures) + 1
     seconds: dict[str, float] = {}
     spent: dict[str, float] = {}
     done: dict[str, Measurement] = {}
@@ -152,17 +152,7 @@ def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError)
     if failure is not None and not done:
         raise failure
     work.at("done", count, count)
-    return _report(engine, done, skipped, seconds, spent)
-
-
-def _report(
-    engine: Curvature,
-    done: Mapping[str, Measurement],
-    skipped: Mapping[str, str],
-    seconds: Mapping[str, float],
-    spent: Mapping[str, float],
-) -> Report:
-    risk, certificate = engine.risk, engine.first.certificate
+    certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     return Report(done, skipped, source, (*_notes(risk), *engine.first.notes))
 
@@ -178,9 +168,10 @@ def _partial(
     """What there is after an interruption; the rest is listed as skipped for that reason."""
     rest = [m.name for m in measures if m.name not in done and m.name not in skipped]
     reasons = {**skipped, **dict.fromkeys(rest, "interrupted before it was computed")}
-    report = _report(engine, done, reasons, seconds, spent)
     note = f"PARTIAL: interrupted after {len(done)} of {len(measures)} measures"
-    return replace(report, notes=(note, *report.notes))
+    risk, first = engine.risk, engine.first
+    source = provenance(risk, first.certificate, engine.matrix, engine.seed, seconds, spent)
+    return Report(done, reasons, source, (note, *_notes(risk), *first.notes))
 
 
 def compare(

@@ -17,9 +17,7 @@ from typing import Any, final
 import typer
 from rich.console import Console
 
-from saltflat.audit import Audit
 from saltflat.errors import Interrupted, LoadError, SaltflatError
-from saltflat.report import Comparison, Report, store
 
 
 @final
@@ -122,18 +120,10 @@ def keep(voice: Voice, result: Any, *paths: Path | None) -> None:
     """Save a result to files, each in the format that its suffix names."""
     for path in paths:
         if path is not None:
-            if isinstance(result, Comparison):
-                store.save(path, "A comparison", store.plain(result))
-            else:
-                result.save(path)
-            voice.note(f"wrote {path}")
+            voice.note(f"wrote {result.save(path)}")
 
 
 def saved(result: Any) -> Any:
     """What a result is in a saved file, so that what is printed can be loaded again."""
-    if isinstance(result, Comparison):
-        problems = list(result.problems)
-        return {"saltflat": 1, "reports": store.plain(result.reports), "problems": problems}
-    assert isinstance(result, Report | Audit)
     with tempfile.TemporaryDirectory(prefix="saltflat-") as folder:  # readable by its owner alone
         return json.loads(result.save(Path(folder) / "result.json").read_text(encoding="utf-8"))

@@ -189,6 +189,10 @@ class Comparison(Results[Report]):
         if not self.reports:
             raise InvalidValue("There is nothing to compare: no reports were given.")
 
+    def save(self, path: str | Path) -> Path:
+        """Write the comparison to a .json file, whole or not at all."""
+        return store.save(path, "A comparison", store.plain(self))
+
     @cached_property
     def problems(self) -> tuple[str, ...]:
         lines = []
