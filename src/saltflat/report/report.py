@@ -189,10 +189,6 @@ class Comparison(Results[Report]):
         if not self.reports:
             raise InvalidValue("There is nothing to compare: no reports were given.")
 
-    def save(self, path: str | Path) -> Path:
-        """Write the comparison to a .json file, whole or not at all."""
-        return store.save(path, "A comparison", store.plain(self))
-
     @cached_property
     def problems(self) -> tuple[str, ...]:
         lines = []
@@ -218,6 +214,10 @@ class Comparison(Results[Report]):
         known = self.measures
         prices = {n: cost for report in self.values() for n, cost in report.left_out.items()}
         return {name: cost for name, cost in prices.items() if name not in known}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the comparison to a .json file, whole or not at all."""
+        return store.save(path, "A comparison", store.plain(self))
 
     def __rich__(self) -> Table:
         table = Table(caption_justify="left")
