@@ -30,6 +30,7 @@ from saltflat.curvature import (
 )
 from saltflat.errors import (
     ChangedData,
+    Interrupted,
     InvalidType,
     InvalidValue,
     MissingDependency,
@@ -93,6 +94,9 @@ def measure(
         second; SALTFLAT_PROGRESS=0 in the environment silences that.
     Other arguments as in `trace`.
 
+    Ctrl-C raises `Interrupted`, a KeyboardInterrupt, once a measure is done: its `partial` is the
+    report so far.
+
     Examples
     --------
     >>> import torch, saltflat as sf
@@ -132,15 +136,20 @@ def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError)
     start = perf_counter()
     context, failure = prepared(engine, measures, on_error)
     seconds["curvature"], spent["curvature"] = perf_counter() - start, work.done
-    for index, each in enumerate(measures):
-        work.at(each.name, index + 1, count)
-        start, before = perf_counter(), work.done
-        result = compute_one(each, context) if on_error == "raise" else attempt(each, context)
-        if isinstance(result, Measurement):
-            done[each.name] = result
-        else:
-            skipped[each.name] = result
-        seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
+    try:
+        for index, each in enumerate(measures):
+            work.at(each.name, index + 1, count)
+            start, before = perf_counter(), work.done
+            result = compute_one(each, context) if on_error == "raise" else attempt(each, context)
+            if isinstance(result, Measurement):
+                done[each.name] = result
+            else:
+                skipped[each.name] = result
+            seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
+    except KeyboardInterrupt as stop:
+        if not done:
+            raise
+        raise Interrupted(_partial(measures, engine, done, skipped, seconds, spent)) from stop
     if failure is not None and not done:
         raise failure
     work.at("standing", count - 1, count)
@@ -164,6 +173,23 @@ def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
     except (SaltflatError, RuntimeError) as reason:
         words = (str(reason) or type(reason).__name__).splitlines()[0]
         return None, [f"whether this is a minimum is not known: {words}"]
+
+
+def _partial(
+    measures: Sequence[Measure],
+    engine: Curvature,
+    done: Mapping[str, Measurement],
+    skipped: Mapping[str, str],
+    seconds: Mapping[str, float],
+    spent: Mapping[str, float],
+) -> Report:
+    """What there is after an interruption; the rest is listed as skipped for that reason."""
+    rest = [m.name for m in measures if m.name not in done and m.name not in skipped]
+    reasons = {**skipped, **dict.fromkeys(rest, "interrupted before it was computed")}
+    note = f"PARTIAL: interrupted after {len(done)} of {len(measures)} measures"
+    risk, first = engine.risk, engine.first
+    source = provenance(risk, first.certificate, engine.matrix, engine.seed, seconds, spent)
+    return Report(done, reasons, source, (note, *_notes(risk), *first.notes))
 
 
 def compare(
