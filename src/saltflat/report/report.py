@@ -34,11 +34,15 @@ class Report(Results[Measurement]):
     """Measurements by name.
 
     `skipped` says why a measure is not among them. `left_out` are those that nobody asked for and
-    that are not computed unasked, with their prices in gradients.
+    that are not computed unasked, with their prices in gradients. `standing` tells the loss, and
+    whether the model is at a minimum of it; None in files of before there was one.
+
+    The column "sampling" holds `Measurement.sampling` as a share of the value: what is exact on
+    these samples is still an estimate for the population that they come from.
 
     The column "cost, gradients" holds what was spent: passes over the data, counted at fixed prices
     (see `saltflat.work`), a gradient being one forward and one backward pass. The sweep that
-    measures share stands once, in the last row; what a measure took besides is in its own.
+    measures share stands once, in a row at the end; what a measure took besides is in its own.
 
     Examples
     --------
