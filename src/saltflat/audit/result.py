@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
+from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import Measurement
-from saltflat.report import ASK, Cell, Figure, Section, html, invariance, store
+from saltflat.report import ASK, WIDE, Cell, Figure, Section, framed, html, invariance, store
 from saltflat.report import Table as HtmlTable
 from saltflat.result import Results
+
+if TYPE_CHECKING:
+    import pandas
 
 Verdict = Literal["invariant", "undecided", "moved"]
 ORDER: tuple[Verdict, ...] = ("invariant", "undecided", "moved")
@@ -246,43 +250,72 @@ class Audit(Results[Audited]):
         """Write the audit to a .json file, or as a page to a .html file, whole or not at all."""
         if Path(path).suffix == ".html":
             return html.write(path, f"Audit of {self.model}", self.sections())
-        return store.save(path, "An audit", {"audit": self})
+        return store.save(path, "An audit", "audit", {"audit": self})
 
     @classmethod
     def load(cls, path: str | Path) -> Audit:
         """Read an audit that `save` wrote."""
-        content = store.read(path).get("audit")
-        if not isinstance(content, dict):
-            raise InvalidValue(f"{path} is not an audit: it has no 'audit' in it.")
+        content = store.read(path, "audit").get("audit")
         return store.decoded(cls, content, f"{path} is a damaged audit")
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row for each measure and kind of rescaling."""
+        rows = [
+            {
+                "measure": row.name,
+                "kind": kind,
+                "value": row.value,
+                "drift": d.drift,
+                "tolerance": d.tolerance,
+                "verdict": d.verdict,
+                "declared": d.declared,
+                "element": d.element,
+                "reason": d.reason,
+            }
+            for row in self.values()
+            for kind, d in row.items()
+        ]
+        frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(rows)
+        return frame.set_index(["measure", "kind"])
 
     def plot(self, path: str | Path) -> Path:
         """Draw drift against spread as a picture, a panel for each kind of rescaling."""
         return _plot(self, Path(path))
 
-    def __rich__(self) -> Table:
+    def table(self, width: int) -> Table:
         title = f"Audit of {self.model}: " + (
             ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
             or "no rescaling keeps its function"
         )
-        table = Table(title=title, title_justify="left", caption_justify="left")
+        wide = width >= WIDE
+        table = framed(wide, escape(title))
         table.add_column("measure", no_wrap=True)
-        for column in ("value", *self.kinds):
+        for column in (*(["value"] if wide else []), *self.kinds):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("verdict")
-        table.add_column("declared")
+        for column in ("verdict", *(["declared"] if wide else [])):
+            table.add_column(column)
         for row in self.values():
             cells = [f"[{_COLOURS[d.verdict]}]{d}[/]" for d in row.values()]
             verdict = row.verdict if row.ok else f"[bold red]{row.verdict}[/]"
-            table.add_row(row.name, f"{row.value:.5g}", *cells, verdict, row.promise)
-        for name in self.skipped:
-            table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
-        for name, price in self.left_out.items():
-            verdict = f"not computed, about {price:.0f} gradients"
-            table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK)
-        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
-        table.caption = "\n".join([*self._legend(), *self.notes, *reasons])
+            value, promise = ([f"{row.value:.5g}"], [row.promise]) if wide else ([], [])
+            table.add_row(escape(row.name), *value, *cells, verdict, *promise)
+        if wide:
+            for name in self.skipped:
+                table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
+            for name, price in self.left_out.items():
+                verdict = f"not computed, about {price:.0f} gradients"
+                table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK)
+        table.caption = escape("\n".join([*self._legend(), *self.notes, *self._missing(wide)]))
         return table
+
+    def _missing(self, wide: bool) -> list[str]:
+        """What is not in the rows, or not why."""
+        word = "" if wide else " does not apply"
+        lines = [f"{name}{word}: {reason}" for name, reason in self.skipped.items()]
+        if self.left_out and not wide:
+            prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
+            lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+        return lines
 
     def sections(self) -> list[Section]:
         """What a page shows of it: the verdicts, and drift against spread for each kind."""
@@ -321,9 +354,6 @@ class Audit(Results[Audited]):
             f"✓ invariant: at most {t.closed:g}, plus gaps, {t.errors:g} standard errors of an "
             f"estimate, {t.searched:g} for a searched supremum. ✗ moved. ? hidden by its error.",
         ]
-
-    def _width(self) -> int:
-        return 130
 
 
 def _drifts(audit: Audit, kind: str) -> Figure:

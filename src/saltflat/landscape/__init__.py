@@ -1,6 +1,7 @@
 """The loss around a model's parameters: its surface, and the largest growth in a region of it."""
 
 from saltflat.landscape.batchnorm import BatchStatistics, Feeds, batch_mode
+from saltflat.landscape.descent import Descent, descend
 from saltflat.landscape.neighbourhoods import (
     Ball,
     Neighbourhood,
@@ -19,6 +20,7 @@ __all__ = [
     "Ball",
     "BatchStatistics",
     "BatchSurface",
+    "Descent",
     "Feeds",
     "Filters",
     "Neighbourhood",
@@ -31,6 +33,7 @@ __all__ = [
     "batch_mode",
     "check_draws",
     "check_search",
+    "descend",
     "gaussian",
     "near_rounding",
     "shifted",

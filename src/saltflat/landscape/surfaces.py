@@ -50,21 +50,20 @@ class Surface(ABC):
         self.evaluations = 0
         self._checked = False  # data and targets are looked at once
 
-    def value(self, v: Vector | None = None) -> float:
-        """L(θ + v), which must be finite."""
-        return self._finite(self.height(v))
-
-    def height(self, v: Vector | None = None) -> float:
-        """L(θ + v), infinite or NaN where it overflows; after a `value`, which checks the data."""
+    def value(self, v: Vector | None = None, *, overflow: bool = False) -> float:
+        """L(θ + v), which may be infinite or NaN where it may `overflow`, and is an error else."""
         with self._at(v or {}), torch.no_grad():
-            return self._evaluate(None)
+            value = self._evaluate(None)
+            return value if overflow else self._finite(value)
 
-    def gradient(self, v: Vector | None = None) -> tuple[float, Gradient]:
-        """L(θ + v) and its gradient in the parameters, in float64."""
+    def gradient(
+        self, v: Vector | None = None, dtype: torch.dtype | None = torch.float64
+    ) -> tuple[float, Gradient]:
+        """L(θ + v) and its gradient in the parameters, in `dtype`, or in their own for None."""
         with self._at(v or {}):
-            sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
+            sums = {n: torch.zeros_like(p, dtype=dtype) for n, p in self.parameters.items()}
             value = self._finite(self._evaluate(sums))
-        return value, sums
+        return value, {name: total.detach() for name, total in sums.items()}
 
     @abstractmethod
     def _evaluate(self, sums: Gradient | None) -> float:
@@ -217,6 +216,12 @@ class RiskSurface(Surface):
 
     def _chunks(self) -> Iterator[Batch]:
         return self.risk.chunks(None if self.coupled else self.chunk)
+
+    def answers(self) -> Iterator[tuple[Batch, Tensor]]:
+        """The samples, some at a time, with the outputs of the model as it is."""
+        for batch in self._chunks():
+            with torch.no_grad():
+                yield batch, self._forward(batch)
 
 
 @final

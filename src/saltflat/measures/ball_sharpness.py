@@ -29,6 +29,7 @@ class DeltaSharpness(Measure):
         "one plus the loss."
     )
     paper: ClassVar[str] = "Keskar et al. 2017"
+    references: ClassVar[tuple[str, ...]] = ("keskar2017large", "yi2019bn")
     equation: ClassVar[str] = "(1) of Yi et al. 2019"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -73,6 +74,7 @@ class SamSharpness(Measure):
         "which SAM trains against."
     )
     paper: ClassVar[str] = "Foret et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("foret2021sharpness",)
     equation: ClassVar[str] = "section 2"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -111,6 +113,7 @@ class AdaptiveSharpness(Measure):
         "The largest growth of the loss when every weight moves by at most a share of its own size."
     )
     paper: ClassVar[str] = "Kwon et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("kwon2021asam",)
     equation: ClassVar[str] = "definition 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, final
 
+from saltflat.bibliography import bibtex
 from saltflat.curvature import Curvature, Kind, Layer, Quantity
 from saltflat.errors import NotApplicable, SaltflatError
 from saltflat.landscape import RiskSurface
@@ -103,6 +104,7 @@ class Measure(ABC):
     explanation: ClassVar[str] = ""  # what it is, in one plain sentence
     paper: ClassVar[str]
     equation: ClassVar[str]
+    references: ClassVar[tuple[str, ...]] = ()  # keys of the papers in `saltflat.bibliography`
     needs: ClassVar[frozenset[Need]]
     invariant_to: ClassVar[frozenset[Symmetry]]
     cost: ClassVar[Cost] = "sweep"
@@ -138,11 +140,20 @@ class Measure(ABC):
         the same data. Fixed, not timed; on a network that is proved piecewise linear."""
         return 0.0
 
+    @classmethod
+    def cite(cls) -> str:
+        """BibTeX of the papers that the measure is from."""
+        return bibtex(*cls.references)
+
     def for_comparison(self) -> Self:
         """The same, as exact as it takes to see whether it moves with a rescaling."""
         return self
 
     def measurement(self, **fields: Any) -> Measurement:
         """A measurement of this measure with its name, settings and invariance filled in."""
-        usual = {"invariant_to": self.invariant_to, "settings": self.settings()}
+        usual = {
+            "invariant_to": self.invariant_to,
+            "settings": self.settings(),
+            "references": self.references,
+        }
         return Measurement(name=self.name, **(usual | fields))

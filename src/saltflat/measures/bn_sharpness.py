@@ -54,6 +54,7 @@ class BNSharpness(Measure):
         "BatchNorm measured by its own length."
     )
     paper: ClassVar[str] = "Yi et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("yi2019bn",)
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})

@@ -34,6 +34,7 @@ class FisherRaoNorm(Measure):
         "squared size."
     )
     paper: ClassVar[str] = "Liang et al. 2019; Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("liang2019fisher", "tsuzuku2020normalized")
     equation: ClassVar[str] = "(25)"
     needs: ClassVar[frozenset[Need]] = frozenset({"fisher"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING

@@ -40,6 +40,7 @@ class Kappa(Measure):
         "over layers."
     )
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "Definition 1 and Table 1, κ"
     cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
@@ -96,6 +97,7 @@ class KappaTrace(Measure):
         "over layers."
     )
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "Table 1, κ_τ"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace", "diagonal"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
@@ -146,6 +148,7 @@ class Rho(Measure):
         "summed over units."
     )
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "appendix B and Table 1, ρ"
     needs: ClassVar[frozenset[Need]] = frozenset({"columns"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -194,6 +197,7 @@ class RelativeFlatness(Measure):
         "robustness in the layer's features."
     )
     paper: ClassVar[str] = "Petzka et al. 2021; Adilova et al. 2023"
+    references: ClassVar[tuple[str, ...]] = ("petzka2021relative", "adilova2023fam")
     equation: ClassVar[str] = "Definition 3 (2021)"
     needs: ClassVar[frozenset[Need]] = frozenset({"flatness"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer", "batchnorm"})

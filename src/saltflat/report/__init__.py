@@ -3,21 +3,30 @@
 from saltflat.report import html, store
 from saltflat.report.html import Cell, Figure, Section, Table
 from saltflat.report.provenance import Provenance, model_hash, provenance
-from saltflat.report.report import ASK, Comparison, Report
+from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed
+from saltflat.report.standing import STANDING, Standing, standing
+from saltflat.report.verdict import Verdict
 from saltflat.report.words import invariance
 
 __all__ = [
     "ASK",
+    "STANDING",
+    "WIDE",
     "Cell",
     "Comparison",
     "Figure",
+    "Grid",
     "Provenance",
     "Report",
     "Section",
+    "Standing",
     "Table",
+    "Verdict",
+    "framed",
     "html",
     "invariance",
     "model_hash",
     "provenance",
+    "standing",
     "store",
 ]

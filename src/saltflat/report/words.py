@@ -9,10 +9,10 @@ from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures import MEASURES
 
 
-def invariance(kinds: Collection[str]) -> str:
-    """`every rescaling`, `layer, neuron`, or `nothing`."""
+def invariance(kinds: Collection[str], *, short: bool = False) -> str:
+    """`every rescaling` (`all`, if that must be short), `layer, neuron`, or `nothing`."""
     if set(kinds) == EVERY_RESCALING:
-        return "every rescaling"
+        return "all" if short else "every rescaling"
     return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
 
 

@@ -236,7 +236,7 @@ def _filled(
             continue
         work.at("landscape", index, count)
         shift = chosen.shift(coordinates)
-        losses[index] = surface.height(shift)
+        losses[index] = surface.value(shift, overflow=True)
         if accuracies:
             accuracies[index] = surface.accuracy(shift)
         begun = replace(begun, losses=tuple(losses), accuracies=tuple(accuracies))

@@ -159,12 +159,12 @@ class Landscape:
         """Write to a .json file, or as a page to a .html file, whole or not at all."""
         if Path(path).suffix == ".html":
             return html.write(path, f"Loss landscape of {self.model}", self.sections())
-        return store.save(path, "A landscape", {"landscape": self})
+        return store.save(path, "A landscape", "landscape", {"landscape": self})
 
     @classmethod
     def load(cls, path: str | Path) -> Landscape:
         """Read a landscape that `save` wrote, or that `landscape` is still writing."""
-        content = store.read(path).get("landscape")
+        content = store.read(path, "landscape").get("landscape")
         if not isinstance(content, dict):
             raise InvalidValue(f"{path} is not a landscape: it has no 'landscape' in it.")
         return store.decoded(cls, content, f"{path} is a damaged landscape")
