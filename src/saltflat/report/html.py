@@ -174,17 +174,13 @@ def render(title: str, sections: Sequence[Section]) -> str:
         for each in sections
         for figure in each.figures
     ]
-    page: str = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            sections=sections,
-            index=lambda figure: figures[id(figure)],
-            content=content,
-            plotly=get_plotlyjs() if content else "",
-            version=__version__,
-        )
+    page: str = _template().render(
+        title=title,
+        sections=sections,
+        index=lambda figure: figures[id(figure)],
+        content=content,
+        plotly=get_plotlyjs() if content else "",
+        version=__version__,
     )
     return page
 
@@ -201,13 +197,14 @@ def _finite(value: Any) -> Any:
 
 
 @cache
-def _environment() -> Any:
+def _template() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("saltflat.report", "page"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template("page.html")

@@ -75,7 +75,7 @@ def landscape(
         weights (Li et al. 2018, section 4); biases and normalisation parameters stay. This undoes
         a rescaling of what enters a unit, and not of what leaves it.
         "balanced": "filter" around the balanced twin of the model, which has the same function
-        and, among all rescalings of it, the least trace of the Gauss–Newton matrix times squared
+        and, among all rescalings of it, the least trace of the Gauss–Newton matrix plus squared
         length of the weights. Rescaled models have the same twin, and so the same picture. (The
         trace alone, as in `Group.balance`, does not decide where filters feed BatchNorm.)
         "eigenvectors": those of the largest eigenvalues of the Hessian, over all parameters, as

@@ -51,7 +51,7 @@ _EXPLAINED = {
     "normalisation parameters stay (Li et al. 2018). The picture still changes when what leaves a "
     "unit is rescaled against what enters it.",
     "balanced": "Around the twin of the model that has the same function and the least trace of "
-    "the Gauss–Newton matrix times squared length of the weights; every filter of the direction is "
+    "the Gauss–Newton matrix plus squared length of the weights; every filter of the direction is "
     "as long as that filter of the twin's weights. "
     "The picture is the same for all rescalings of the model that keep its function.",
     "eigenvectors": "Where the Hessian bends the loss most, as long as all parameters together.",

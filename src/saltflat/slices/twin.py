@@ -4,16 +4,15 @@ An element with log-factors u multiplies an entry of class c by exp(C_c·u), its
 of that, and its diagonal entry of the Gauss–Newton matrix by the inverse square. With the masses
 A_c = Σ diag G and W_c = Σ θ² of the classes, the twin has the least
 
-    (Σ_c A_c exp(−2 C_c·u)) (Σ_c W_c exp(2 C_c·u)),
+    Σ_c A_c exp(−2 C_c·u) + Σ_c W_c exp(2 C_c·u),
 
-the trace of G times the squared length of the parameters that the group moves. Rescaled models
-have the same orbit, and so the same twin.
+the trace of G plus the squared length of the parameters that the group moves, which is convex in u.
+Rescaled models have the same orbit, and so the same twin.
 
 The trace alone, which `Group.balance` minimises, does not decide: filters that feed BatchNorm can
 grow for ever, and what comes before them follows. Here the length holds them back, and units that
 no sample activates too; only the scale of units with no weight but zero before or behind them stays
-open. The sum over all s of e^{−2s} trace + e^{2s} length is least at twice the
-root of the product, so that s is one more log-factor in a sum of exponentials, which is convex.
+open.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def balanced_twin(
     group: Group, model: nn.Module, data: Any, loss: LossLike, options: dict[str, Any]
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """A rescaled copy, and what there is to say of it. Options as in `saltflat.diagonal`."""
-    from scipy.sparse import hstack, vstack
+    from scipy.sparse import vstack
 
     with warnings.catch_warnings():  # what is estimated is told in a note
         warnings.simplefilter("ignore")
@@ -45,26 +44,22 @@ def balanced_twin(
     if not curvature.exact:
         notes.append("the twin is balanced by estimates: rescaled models have nearly the same")
     parameters = dict(unwrap(model).named_parameters())
-    squares = {name: parameters[name].detach().double().square() for name in curvature}
     exponents = group.exponents()
-    count = exponents.matrix.shape[0]
-    bends, sizes = np.zeros((2, count))
-    for name in curvature:
-        if name in exponents.classes:
-            classes = exponents.classes[name].reshape(-1).numpy()
-            bends += _sums(classes, curvature[name].clamp_min(0.0), count)
-            sizes += _sums(classes, squares[name], count)
-    ones = np.ones((count, 1))
-    matrix = vstack([hstack([exponents.matrix, ones]), hstack([-exponents.matrix, -ones])])
-    minimum = minimise(np.concatenate([bends, sizes]), matrix.tocsr())
+    classes, matrix = exponents.classes, exponents.matrix
+    bends, sizes = np.zeros((2, matrix.shape[0]))
+    for name in (name for name in curvature if name in classes):
+        bends += _sums(classes[name], curvature[name].clamp_min(0.0), len(bends))
+        sizes += _sums(classes[name], parameters[name].detach().double().square(), len(sizes))
+    minimum = minimise(np.concatenate([bends, sizes]), vstack([matrix, -matrix]).tocsr())
     if not minimum.attained:
         notes.append(
-            "units with no weight but zero before or behind them have no balanced scale, and are "
-            "left as they are: in them the picture may change with a rescaling"
+            "trace and length leave the scale of some units open (all weights before or behind "
+            "them are zero, say): they are left as they are, and the picture changes with it"
         )
-    element = group.element(torch.from_numpy(minimum.point[:-1]))
+    element = group.element(torch.from_numpy(minimum.point))
     return element(model), (*notes, *element.notes)
 
 
-def _sums(classes: Any, values: Tensor, count: int) -> Any:
-    return np.bincount(classes, values.reshape(-1).cpu().numpy(), count)
+def _sums(classes: Tensor, values: Tensor, count: int) -> Any:
+    """Sums over the entries of every class."""
+    return np.bincount(classes.reshape(-1).numpy(), values.reshape(-1).cpu().numpy(), count)
