@@ -21,10 +21,12 @@ MAY_USE: dict[str, set[str]] = {
     "symmetries": {"convex", "curvature"},
     "landscape": {"curvature"},
     "measures": {"convex", "curvature", "landscape", "symmetries"},
-    "report": {"curvature", "measures"},
+    "report": {"curvature", "landscape", "measures"},
+    "slices": {"convex", "curvature", "landscape", "report", "symmetries"},
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},
+    "cli": {"measures", "symmetries"},
 }
 OUTSIDE = {"zoo", "datasets", "demo"}
 MOST_LINES = 40
@@ -105,7 +107,7 @@ def test_directions(name: str) -> None:
     assert used - {name} <= MAY_USE[name]
 
 
-def test_networks_data_and_demonstrations_are_used_by_demonstrations_alone() -> None:
+def test_networks_and_data_are_used_by_demonstrations_and_the_command_alone() -> None:
     """They are shipped, and nothing that measures or trains may come to need them."""
     users = {
         room(path)
@@ -113,7 +115,7 @@ def test_networks_data_and_demonstrations_are_used_by_demonstrations_alone() -> 
         for node, where in imports(path)
         if {*where[:1], *(() if where else (name.name for name in node.names))} & OUTSIDE
     }
-    assert users == {"demo"}
+    assert users == {"demo", "cli"}
 
 
 def test_every_room_is_in_the_table() -> None:

@@ -20,8 +20,10 @@ from saltflat.errors import (
     CriterionError,
     DataError,
     ForwardError,
+    Interrupted,
     InvalidType,
     InvalidValue,
+    LoadError,
     LossError,
     MissingDependency,
     ModelError,
@@ -34,8 +36,10 @@ from saltflat.errors import (
 from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
 from saltflat.moved import advice
-from saltflat.report import Comparison, Report
+from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
+from saltflat.saved import cite, load
+from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
     FAM,
@@ -69,8 +73,11 @@ __all__ = [
     "ForwardError",
     "Group",
     "Hutchinson",
+    "Interrupted",
     "InvalidType",
     "InvalidValue",
+    "Landscape",
+    "LoadError",
     "LossError",
     "Measurement",
     "MissingDependency",
@@ -85,16 +92,21 @@ __all__ = [
     "Report",
     "SaltflatError",
     "SharpnessPenalty",
+    "Standing",
     "Tolerances",
     "Trace",
+    "Verdict",
     "__version__",
     "audit",
+    "cite",
     "compare",
     "density",
     "diagonal",
     "eigenvalues",
     "ggn",
     "hessian",
+    "landscape",
+    "load",
     "max_eigenvalue",
     "measure",
     "piecewise_linear",

@@ -76,6 +76,28 @@ class ChangedData(DataError):
     """The data were not the same on two passes."""
 
 
+class LoadError(InvalidValue):
+    """A model, weights or data that a user named cannot be loaded, or not without danger."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, once there was something to keep: `partial` is a result that says what it lacks.
+
+    It is a `KeyboardInterrupt` like any other for code that does not ask for more.
+
+    Examples
+    --------
+    >>> import saltflat as sf
+    >>> stop = sf.Interrupted("the report so far")
+    >>> isinstance(stop, KeyboardInterrupt), stop.partial
+    (True, 'the report so far')
+    """
+
+    def __init__(self, partial: Any) -> None:
+        super().__init__("interrupted")
+        self.partial = partial
+
+
 class MissingDependency(SaltflatError, ImportError):
     """An optional package is needed and is not installed."""
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Any, TextIO, final
@@ -131,8 +132,8 @@ class Line:
         work = self.work
         share = f", {min(work.done / work.total, 0.99):.0%}" if work.total else ""
         if self._rewritten:
-            known = f" of about {_spelled(work.seconds)}" if work.seconds else ""
-            text = f"saltflat: {work.step}{share}, {_spelled(elapsed)}{known}"
+            text = f"saltflat: {work.step}{share}, {_spelled(elapsed)}{self._pace(elapsed)}"
+            text = text[: get_terminal_size().columns - 1]  # a longer one could not be written over
             self._write("\r" + text.ljust(self._column))
             self._column = len(text)
             return
@@ -144,6 +145,16 @@ class Line:
         text = text if self._column else f"saltflat: {work.step}:{text}"
         self._write(text)
         self._column += len(text)
+
+    def _pace(self, elapsed: float) -> str:
+        """How many gradients of a sample a second, and how long it takes at that pace."""
+        work = self.work
+        if not work.done:
+            return f" of about {_spelled(work.seconds)}" if work.seconds else ""
+        rate = work.done / elapsed
+        left = max(work.total - work.done, 0.0) / rate
+        remaining = f", about {_spelled(left)} left" if work.total else ""
+        return f", {rate:.3g} samples/s{remaining}"
 
     def _end(self) -> None:
         if self._column:

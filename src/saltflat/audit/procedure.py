@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from saltflat.audit.elements import families, trials
+from saltflat.audit.elements import Family, Trial, families, trials
 from saltflat.audit.ledger import Function, Ledger, Panel
 from saltflat.audit.result import Audit, Tolerances
 from saltflat.checks import check_integer, check_seed
 from saltflat.curvature import Estimator, MatrixName, check_estimator, checked_settings
-from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.errors import Interrupted, InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measure import Selection, left_out, measure_objects
 from saltflat.measurement import Measurement
@@ -118,14 +120,38 @@ def audit(
         named = measures is not None and measures != "all"
         before, skipped = _split(panel.read(wide, announced=1 + len(planned)), named)
         ledger = Ledger(before, panel, wide, inputs, tolerances or Tolerances())
-        for index, trial in enumerate(planned):
-            work.at(f"{trial.kind}: {trial.name}", index + 1, len(planned) + 1)
-            ledger.add(trial)
+        rest = left_out() if measures is None else {}
+        prices = {name: (1 + len(planned)) * price for name, price in rest.items()}
+        name = type(unwrap(model)).__name__
+        finish = partial(ledger.audit, name, spread=spread, skipped=skipped, left_out=prices)
+        result = _tried(ledger, planned, kinds, finish)
     for warning in panel.warnings:
         warnings.warn(warning, stacklevel=2)
-    rest = left_out() if measures is None else {}
-    prices = {name: (1 + len(planned)) * price for name, price in rest.items()}
-    return ledger.audit(type(unwrap(model)).__name__, kinds, spread, skipped, prices)
+    return result
+
+
+def _tried(
+    ledger: Ledger,
+    planned: Sequence[Trial],
+    kinds: Sequence[Family],
+    finish: Callable[..., Audit],
+) -> Audit:
+    """The audit once all rescalings are tried; before that, Ctrl-C leaves what there is."""
+    work, done = ledger.panel.work, 0
+    try:
+        for trial in planned:
+            work.at(f"{trial.kind}: {trial.name}", done + 1, len(planned) + 1)
+            ledger.add(trial)
+            done += 1
+    except KeyboardInterrupt as stop:
+        tried = {trial.kind for trial in planned[:done]}
+        if not tried:
+            raise
+        partial_audit = finish(kinds=[family for family in kinds if family.kind in tried])
+        note = f"PARTIAL: interrupted after {done} of {len(planned)} rescalings"
+        notes = (note, *partial_audit.notes)
+        raise Interrupted(replace(partial_audit, notes=notes)) from stop
+    return finish(kinds=kinds)
 
 
 def _measures(measures: Selection, functions: Mapping[str, Function]) -> Sequence[Measure]:

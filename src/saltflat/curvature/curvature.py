@@ -626,7 +626,8 @@ class _Search:
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in sweep.rules.items()}
         reasons = {name: self._why(name, rule) for name, rule in rules.items()}
         for kind, values in _by_kind(fetched(sweep.values())).items():
-            self._add(kind, Quantity(values, rules=rules, reasons=reasons))
+            spread = sweep.spread(kind)
+            self._add(kind, Quantity(values, rules=rules, reasons=reasons, spread=spread))
         self._doubt(sweep.samples)
         self.findings.samples = sweep.samples
         return None

@@ -1,0 +1,316 @@
+"""The commands: the same words as saltflat's functions."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+import saltflat as sf
+from saltflat.cli import balancing
+from saltflat.cli import bench as speed
+from saltflat.cli import doctor as health
+from saltflat.cli.data import BUILT_IN, described, load_data
+from saltflat.cli.options import (
+    MEASURED,
+    Checkpoint,
+    Html,
+    Measures,
+    Model,
+    Request,
+    Save,
+    measure_names,
+    with_request,
+)
+from saltflat.cli.running import EXIT_CODES, Code, Voice, keep, speaking
+from saltflat.errors import Interrupted, LoadError
+from saltflat.version import __version__
+
+app = typer.Typer(
+    name="saltflat",
+    help="How flat is a minimum, and would the answer survive a rescaling of the weights?\n\n"
+    f"{' '.join(EXIT_CODES.split())}",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="JSON and nothing else on stdout.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Where errors come from.")]
+
+
+def _example(*lines: str) -> str:
+    """What --help ends with."""
+    return "\n\n".join(["[bold]Example[/]", *(f"[cyan]saltflat {line}[/]" for line in lines)])
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"saltflat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="And leave.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command(epilog=_example("demo"))
+def demo(traceback: Traceback = False) -> None:
+    """Run the main jobs on data that come with scikit-learn; some minutes."""
+    with speaking(Voice(traceback=traceback)):
+        runpy.run_module("saltflat.demo", run_name="__main__")
+
+
+@app.command(
+    epilog=_example(
+        "measure zoo:mlp:64-32-10 --data digits",
+        "measure net.py:make_model --checkpoint net.safetensors --data test.npz -m rho,kappa",
+    )
+)
+@with_request
+def measure(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    measures: Measures = None,
+    save: Save = None,
+    html: Html = None,
+    *,
+    request: Request,
+) -> None:
+    """Measure how flat a model's minimum is, each measure with how exact it is."""
+    with speaking(request.voice, (save, html)):
+        names, data = measure_names(measures), request.load_data()
+        report = _measured(request, request.load_model(model, checkpoint), data, names)
+        request.voice.result(report)
+        keep(request.voice, report, save, html)
+
+
+def _measured(request: Request, model: nn.Module, data: Any, names: Any) -> sf.Report:
+    return sf.measure(
+        model,
+        data,
+        measures=names,
+        curvature=request.curvature.value,
+        tolerance=request.tolerance,
+        seed=request.seed,
+        **request.arguments(model),
+    )
+
+
+@app.command(
+    epilog=_example(
+        "compare net.py:make_model --checkpoint sgd.pt --checkpoint sam.pt --data test.npz",
+        "compare sgd=a.py:model sam=b.py:model --data test.npz",
+        "compare monday.json tuesday.json",
+    )
+)
+@with_request
+def compare(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="Models as for measure, each may be written NAME=MODEL; or saved reports, .json.",
+            show_default=False,
+        ),
+    ],
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint",
+            "--weights",
+            help="Weights: one file a model, or several of the one model.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = None,
+    measures: Measures = None,
+    save: Save = None,
+    html: Html = None,
+    *,
+    request: Request,
+) -> None:
+    """Put several models side by side, and say if their numbers can be compared."""
+    with speaking(request.voice, (save, html)):
+        if all(name.endswith(".json") for name in models):
+            comparison = sf.Comparison({Path(name).stem: _saved(Path(name)) for name in models})
+        else:
+            contenders = _contenders(models, checkpoint or [])
+            comparison = _compared(request, contenders, measure_names(measures))
+        request.voice.result(comparison)
+        keep(request.voice, comparison, save, html)
+
+
+def _saved(path: Path) -> sf.Report:
+    try:
+        return sf.Report.load(path)
+    except Exception as error:  # whatever a damaged file may lead to
+        raise LoadError(f"{path} is no report: {error}") from error
+
+
+def _contenders(models: list[str], checkpoints: list[Path]) -> dict[str, tuple[str, Path | None]]:
+    """Name, model and weights of each."""
+    if len(models) == 1 and len(checkpoints) > 1:
+        pairs: list[tuple[str, tuple[str, Path | None]]]
+        pairs = [(path.stem, (models[0], path)) for path in checkpoints]
+    elif checkpoints and len(checkpoints) != len(models):
+        raise typer.BadParameter(
+            f"There are {len(models)} models and {len(checkpoints)} checkpoints: give one model, "
+            "or one checkpoint a model.",
+            param_hint="--checkpoint",
+        )
+    else:
+        paths: list[Path | None] = [*checkpoints] or [None for _ in models]
+        pairs = []
+        for text, path in zip(models, paths, strict=True):
+            name, equals, rest = text.partition("=")
+            pairs.append((name, (rest if equals else text, path)))
+    if len(dict(pairs)) < len(pairs):
+        raise typer.BadParameter("Two models have the same name; write NAME=MODEL.")
+    return dict(pairs)
+
+
+def _compared(
+    request: Request, contenders: dict[str, tuple[str, Path | None]], names: Any
+) -> sf.Comparison:
+    """One model after the other, so that no two need to fit into memory."""
+    data, reports = request.load_data(), dict[str, sf.Report]()
+    try:
+        for name, (text, path) in contenders.items():
+            request.voice.note(f"{name} ({len(reports) + 1} of {len(contenders)})")
+            reports[name] = _measured(request, request.load_model(text, path), data, names)
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Interrupted):
+            reports[f"{name} (partial)"] = stop.partial
+        if reports:
+            raise Interrupted(sf.Comparison(reports)) from stop
+        raise
+    return sf.Comparison(reports)
+
+
+@app.command(epilog=_example("audit net.py:make_model --checkpoint net.pt --data test.npz"))
+@with_request
+def audit(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    measures: Measures = None,
+    elements: Annotated[int, typer.Option(help="Rescalings of each kind.", min=1)] = 2,
+    spread: Annotated[float, typer.Option(help="The largest factor.")] = 1e3,
+    save: Save = None,
+    html: Html = None,
+    *,
+    request: Request,
+) -> None:
+    """See which measures move under rescalings that keep the function (in float64)."""
+    with speaking(request.voice, (save, html)):
+        names, data = measure_names(measures), request.load_data()
+        loaded = request.load_model(model, checkpoint)
+        arguments = request.arguments(loaded)
+        del arguments["dtype"]
+        found = sf.audit(
+            loaded,
+            data,
+            measures=names,
+            elements=elements,
+            spread=spread,
+            curvature=request.curvature.value,
+            tolerance=request.tolerance,
+            seed=request.seed,
+            **arguments,
+        )
+        request.voice.result(found)
+        keep(request.voice, found, save, html)
+        if not found.ok:
+            raise typer.Exit(Code.DISAGREES)
+
+
+@app.command(
+    epilog=_example("balance net.py:make_model --data test.npz --save balanced.safetensors")
+)
+@with_request
+def balance(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the balanced weights to FILE.safetensors.")
+    ] = None,
+    *,
+    request: Request,
+) -> None:
+    """Rescale the weights to the least trace of the Hessian, with the same function."""
+    with speaking(request.voice):
+        if save is not None and save.suffix != ".safetensors":
+            raise typer.BadParameter("Weights are written as .safetensors.", param_hint="--save")
+        data = request.load_data()
+        loaded = request.load_model(model, checkpoint)
+        arguments = {**request.arguments(loaded), "tolerance": request.tolerance}
+        arguments |= {"seed": request.seed, "curvature": request.curvature.value}
+        result = balancing.balanced(loaded, data, arguments)
+        request.voice.result(result, result.content)
+        if save is not None:
+            result.save(save)
+            request.voice.note(f"wrote {save}")
+
+
+@app.command(epilog=_example("bench net.py:make_model --data test.npz --samples 512"))
+@with_request
+def bench(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    repeats: Annotated[int, typer.Option(help="The fastest of so many counts.", min=1)] = 3,
+    *,
+    request: Request,
+) -> None:
+    """Time the main calls on your model, as multiples of one gradient over the same data."""
+    with speaking(request.voice):
+        data = request.load_data()
+        loaded = request.load_model(model, checkpoint)
+        result = speed.bench(loaded, data, request.arguments(loaded), repeats)
+        request.voice.result(result, result.content)
+
+
+@app.command(epilog=_example("data", "data test.npz"))
+def data(
+    name: Annotated[
+        str | None, typer.Argument(help="Look at these data.", show_default=False)
+    ] = None,
+    json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """List the built-in data sets and where they come from, or look at some data."""
+    voice = Voice(json=json, traceback=traceback)
+    with speaking(voice):
+        if name is not None:
+            content = {name: described(load_data(name))}
+        else:
+            content = {
+                each: {"what": what, "from": source} for each, (what, source, _) in BUILT_IN.items()
+            }
+        lines = [
+            f"{k}\n" + "\n".join(f"  {a}: {b}" for a, b in v.items()) for k, v in content.items()
+        ]
+        voice.result("\n".join(lines), lambda: content)
+
+
+@app.command(epilog=_example("doctor"))
+def doctor(json: Json = False, traceback: Traceback = False) -> None:
+    """Show versions, devices, what is missing and how to install it, and try a computation."""
+    voice = Voice(json=json, traceback=traceback)
+    with speaking(voice):
+        findings = health.examine()
+        voice.result(findings, findings.content)
+        if not findings.ok:
+            raise typer.Exit(Code.FAILED)
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="saltflat")

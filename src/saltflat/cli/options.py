@@ -1,0 +1,273 @@
+"""The options that commands share, declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, final, get_type_hints
+
+import torch
+import typer
+from torch import nn
+
+from saltflat.cli.data import BUILT_IN, load_data
+from saltflat.cli.data import FORMS as DATA_FORMS
+from saltflat.cli.models import FORMS as MODEL_FORMS
+from saltflat.cli.models import load_model
+from saltflat.cli.named import is_named, named
+from saltflat.cli.running import Voice
+from saltflat.cli.weights import load_weights
+from saltflat.errors import LoadError, nearest
+from saltflat.losses import NAMED
+from saltflat.measures import MEASURES
+
+MEASURED = "What is measured"
+_HOW = "How"
+_OUT = "What comes out"
+
+
+@final
+class Precision(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+
+
+@final
+class Matrix(StrEnum):
+    hessian = "hessian"
+    ggn = "ggn"
+
+
+@final
+class Chosen(StrEnum):
+    trainable = "trainable"
+    all = "all"
+
+
+def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"{MODEL_FORMS}. Code that you name is imported, which runs it; nothing else is run.",
+        show_default=False,
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    _option(
+        "--checkpoint",
+        "--weights",
+        help="Weights: .safetensors, .pt, .pth, or Lightning's .ckpt. Read without running them.",
+        panel=MEASURED,
+    ),
+]
+Measures = Annotated[
+    list[str] | None,
+    _option(
+        "--measures",
+        "-m",
+        help='Names with commas, or "all". By default what one sweep over the data gives.',
+        panel=_HOW,
+        autocompletion=lambda incomplete: [n for n in MEASURES if n.startswith(incomplete)],
+    ),
+]
+_DATA = _option(
+    "--data",
+    "-d",
+    help=f"{DATA_FORMS}.",
+    panel=MEASURED,
+    autocompletion=lambda incomplete: [n for n in BUILT_IN if n.startswith(incomplete)],
+)
+Save = Annotated[Path | None, _option("--save", help="Write the result to FILE.json.", panel=_OUT)]
+Html = Annotated[Path | None, _option("--html", help="Write a page FILE.html.", panel=_OUT)]
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """What the user asks of a computation."""
+
+    data: Annotated[str | None, _DATA] = None
+    loss: Annotated[
+        str,
+        _option(
+            "--loss",
+            help=f"{', '.join(NAMED)}, or file.py:callable.",
+            panel=MEASURED,
+            autocompletion=lambda incomplete: [n for n in NAMED if n.startswith(incomplete)],
+        ),
+    ] = "cross_entropy"
+    samples: Annotated[
+        int | None, _option("--samples", help="The first so many only.", panel=MEASURED, min=1)
+    ] = None
+    parameters: Annotated[
+        Chosen, _option("--parameters", help="Frozen ones too, with all.", panel=MEASURED)
+    ] = Chosen.trainable
+    output: Annotated[
+        str | None,
+        _option(
+            "--output", help="Which of the model's outputs: a key, or callable.", panel=MEASURED
+        ),
+    ] = None
+    unpack: Annotated[
+        str | None,
+        _option("--unpack", help="file.py:callable, a batch to (inputs, targets).", panel=MEASURED),
+    ] = None
+    lenient: Annotated[
+        bool,
+        _option(
+            "--no-strict", help="Load the weights that fit, and list the others.", panel=MEASURED
+        ),
+    ] = False
+    curvature: Annotated[Matrix, _option("--curvature", help="The matrix.", panel=_HOW)] = (
+        Matrix.hessian
+    )
+    tolerance: Annotated[
+        float, _option("--tolerance", help="Relative error of estimates.", panel=_HOW)
+    ] = 0.05
+    seed: Annotated[int, _option("--seed", help="Of all that is random.", panel=_HOW, min=0)] = 0
+    device: Annotated[str, _option("--device", help="cpu, cuda, cuda:1, mps.", panel=_HOW)] = "cpu"
+    dtype: Annotated[
+        Precision | None, _option("--dtype", help="Default: the model's own.", panel=_HOW)
+    ] = None
+    json: Annotated[
+        bool, _option("--json", help="JSON and nothing else on stdout.", panel=_OUT)
+    ] = False
+    quiet: Annotated[bool, _option("--quiet", "-q", help="No progress, no notes.", panel=_OUT)] = (
+        False
+    )
+    traceback: Annotated[
+        bool, _option("--traceback", help="Where errors come from.", panel=_OUT)
+    ] = False
+
+    @cached_property
+    def voice(self) -> Voice:
+        return Voice(self.json, self.quiet, self.traceback)
+
+    def load_model(self, name: str, checkpoint: Path | None) -> nn.Module:
+        """The model with its weights, on the device."""
+        model = load_model(name, seed=self.seed)
+        if checkpoint is not None:
+            for note in load_weights(model, checkpoint, strict=not self.lenient):
+                self.voice.note(note)
+        elif name.startswith("zoo:"):
+            self.voice.note("the model has random weights; give trained ones by --checkpoint")
+        return model.to(_device(self.device))
+
+    def load_data(self) -> Any:
+        if self.data is None:
+            raise typer.BadParameter(f"It is needed: {DATA_FORMS}.", param_hint="--data")
+        return load_data(self.data, self.samples)
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """Keywords of saltflat's functions."""
+        return {
+            "loss": self._loss(),
+            "parameters": self.parameters.value,
+            "output": None if self.output is None else _chooser(self.output),
+            "unpack": None if self.unpack is None else _callable("--unpack", self.unpack),
+            "dtype": getattr(torch, self.dtype.value) if self.dtype else _own_dtype(model),
+            **({"progress": False} if self.quiet else {}),
+        }
+
+    def _loss(self) -> Any:
+        if is_named(self.loss):
+            return _callable("--loss", self.loss)
+        if self.loss not in NAMED:
+            words = f"Unknown loss {self.loss!r}. {nearest(self.loss, NAMED)}"
+            raise typer.BadParameter(words, param_hint="--loss")
+        return self.loss
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype | None:
+    """The model's, to which data are converted; None for half precision, which is widened."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return next((d for d in (torch.float64, torch.float32) if dtypes == {d}), None)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        known = ", ".join(devices())
+        raise typer.BadParameter(
+            f"{name!r} cannot be used here; there are: {known}.", param_hint="--device"
+        ) from error
+    return device
+
+
+def devices() -> list[str]:
+    """The devices that torch can use here."""
+    found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return [*found, "mps"] if torch.backends.mps.is_available() else found
+
+
+def _callable(option: str, text: str) -> Callable[..., Any]:
+    found = named(text) if is_named(text) else None
+    if not callable(found):
+        raise LoadError(f"{option} must name a callable, as file.py:name. Got {text!r}.")
+    # A loss may be given as a class, which is made without settings.
+    made: Callable[..., Any] = found() if isinstance(found, type) else found
+    return made
+
+
+def _chooser(text: str) -> Callable[[Any], Any]:
+    """A callable, or the entry or attribute of that name."""
+    if is_named(text):
+        return _callable("--output", text)
+
+    def choose(raw: Any) -> Any:
+        if isinstance(raw, tuple | list) and text.isdecimal():
+            return raw[int(text)]
+        return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
+
+    return choose
+
+
+def measure_names(measures: list[str] | None) -> Any:
+    """The names given by commas or one by one; unknown ones are wrong usage."""
+    if measures is None:
+        return None
+    names = [name.strip() for text in measures for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return "all"
+    for name in names:
+        if name not in MEASURES:
+            words = f"Unknown measure {name!r}. {nearest(name, ['all', *MEASURES])}"
+            raise typer.BadParameter(words, param_hint="--measures")
+    return names
+
+
+def with_request(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose last parameter, `request`, stands for the options of `Request`."""
+    own = list(inspect.signature(command).parameters.values())[:-1]
+    hints = {**get_type_hints(command, include_extras=True)}
+    shared = get_type_hints(Request, include_extras=True)
+    parameters = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
+    parameters += [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=shared[field.name],
+        )
+        for field in fields(Request)
+    ]
+
+    def wrapped(**given: Any) -> None:
+        request = Request(**{field.name: given.pop(field.name) for field in fields(Request)})
+        command(**given, request=request)
+
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped

@@ -1,0 +1,423 @@
+"""The command: what it prints where, its exit codes, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import saltflat as sf
+from saltflat.cli import app, main
+from saltflat.cli.running import Code
+
+SOURCE = Path(__file__).parent.parent / "src"
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, hidden=5):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+class Pair(Net):
+    def forward(self, x):
+        return {"answer": super().forward(x), "other": x}
+
+def make(): return Net()
+def wants(hidden): return Net(hidden)
+def broken(): raise RuntimeError("no such thing")
+def loader():
+    x = torch.linspace(-1, 1, 48).reshape(12, 4)
+    return [(x[:8], torch.arange(8) % 3), (x[8:], torch.arange(4) % 3)]
+def empty(): return []
+def squares(outputs, targets): return (outputs ** 2).mean()
+three = 3
+instance = Net()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a network, weights for it, and data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"net_{abs(hash(tmp_path))}"  # a module of its own for every test
+    (tmp_path / f"{name}.py").write_text(NET)
+    (tmp_path / "net.txt").write_text(name)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 4, generator=generator).double().numpy()
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(12) % 3)
+    return tmp_path
+
+
+def net(place: Path, name: str) -> str:
+    return f"{(place / 'net.txt').read_text()}.py:{name}"
+
+
+def make(place: Path) -> nn.Module:
+    scope: dict[str, Any] = {}
+    exec(NET, scope)
+    torch.manual_seed(7)
+    return scope["make"]()
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+def shell(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "saltflat", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **{**pipes, **options})
+
+
+def test_measure_says_what_the_function_says(place: Path) -> None:
+    model = make(place)
+    torch.save(model.state_dict(), place / "w.pt")
+    content = np.load("data.npz")
+    data = torch.from_numpy(content["x"]).float(), torch.from_numpy(content["y"])
+    names = ["rho", "hessian_trace"]
+    truth = sf.measure(model, data, measures=names)
+    options = ["--checkpoint", "w.pt", "--data", "data.npz", "--measures", ",".join(names)]
+    found = run("measure", net(place, "make"), *options, "--json", "--save", "run.json")
+    assert sf.Report.load(place / "run.json").measurements == truth.measurements
+    (place / "piped.json").write_text(found.stdout)
+    assert sf.Report.load(place / "piped.json").measurements == truth.measurements
+    table = run("measure", net(place, "make"), *options)
+    assert "rho" in table.stdout
+    assert "shared by all" in table.stdout
+
+
+def test_options_reach_the_function(place: Path) -> None:
+    options = ["--data", net(place, "loader"), "-m", "hessian_trace", "--json"]
+    few = ["--samples", "9", "--dtype", "float64", "--seed", "3", "--curvature", "ggn"]
+    content = json.loads(run("measure", net(place, "instance"), *options, *few).stdout)
+    where = content["provenance"]
+    assert (where["samples"], where["batches"], where["dtype"]) == (9, 2, "float64")
+    assert (where["seed"], where["curvature"]) == (3, "ggn")
+    run("measure", net(place, "Pair"), *options, code=1)
+    run("measure", net(place, "Pair"), *options, "--output", "answer")
+    own = json.loads(
+        run("measure", net(place, "make"), *options, "--loss", net(place, "squares")).stdout
+    )
+    assert own["provenance"]["loss"] == "squares"
+
+
+def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
+    for name in ("a", "b"):
+        torch.save(make(place).state_dict(), f"{name}.pt")
+    options = ["--data", "data.npz", "-m", "rho"]
+    checkpoints = ["--checkpoint", "a.pt", "--checkpoint", "b.pt"]
+    found = run("compare", net(place, "make"), *checkpoints, *options, "--json")
+    content = json.loads(found.stdout)
+    assert list(content["reports"]) == ["a", "b"]
+    named = [f"x={net(place, 'make')}", f"y={net(place, 'Net')}"]
+    table = run("compare", *named, *checkpoints, *options).stdout
+    assert re.search(r"rho .* x |measure .* x .* y", table)
+    for name in ("a", "b"):
+        run(
+            "measure",
+            net(place, "make"),
+            "--weights",
+            f"{name}.pt",
+            *options,
+            "--save",
+            f"{name}.json",
+        )
+    assert "rho" in run("compare", "a.json", "b.json").stdout
+    run("compare", *named, named[0], *options, code=2)
+    run("compare", *named, *options, "--checkpoint", "a.pt", code=2)
+    (place / "b.json").write_text("[" * 100_000)
+    run("compare", "a.json", "b.json", code=3)
+    run("compare", "a.json", "none.json", code=3)
+
+
+def test_an_interrupted_comparison_keeps_what_is_done(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = sf.measure, list[Any]()
+
+    def second_time(*args: Any, **options: Any) -> sf.Report:
+        calls.append(args)
+        report = whole(*args, **options)
+        if len(calls) == 2:
+            raise sf.Interrupted(report)
+        return report
+
+    monkeypatch.setattr(sf, "measure", second_time)
+    models = [f"{name}={net(place, 'make')}" for name in "abc"]
+    options = ["--data", "data.npz", "-m", "rho", "--json", "--save", "all.json"]
+    content = json.loads(run("compare", *models, *options, code=130).stdout)
+    assert list(content["reports"]) == ["a", "b (partial)"]
+    assert (place / "all.json").exists()
+
+
+def test_audit_ends_with_its_verdict(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [net(place, "make"), "--data", "data.npz", "-m", "hessian_trace", "--elements", "1"]
+    found = run("audit", *options, "--json", "--save", "audit.json")
+    audit = sf.Audit.load(place / "audit.json")
+    assert json.loads(found.stdout)["audit"]["model"] == "Net"
+    assert audit["hessian_trace"].verdict == "moved"
+    # A measure that declares an invariance which it does not have.
+    kind = type(sf.measure.__globals__["MEASURES"]["hessian_trace"]())
+    monkeypatch.setattr(kind, "invariant_to", frozenset({"neuron", "layer"}))
+    assert "DISAGREES" in run("audit", *options, code=4).stdout
+
+
+def test_balance_writes_weights_of_the_same_function(place: Path) -> None:
+    model = make(place)
+    torch.save(model.state_dict(), "w.pt")
+    options = [net(place, "make"), "--checkpoint", "w.pt", "--data", "data.npz"]
+    content = json.loads(run("balance", *options, "--save", "w.safetensors", "--json").stdout)
+    traces = content["hessian_trace"]
+    assert traces["after"]["value"] < traces["before"]["value"]
+    assert content["rescalings"] == 5
+    x = torch.randn(6, 4)
+    before = model(x)
+    model.load_state_dict(load_file("w.safetensors"))
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    assert "5 rescalings" in run("balance", *options).stdout
+    run("balance", *options, "--save", "w.pt", code=2)
+
+
+def test_bench_counts_in_gradients(place: Path) -> None:
+    options = [net(place, "make"), "--data", "data.npz", "--repeats", "1"]
+    content = json.loads(run("bench", *options, "--json").stdout)
+    assert content["gradients"]["one gradient"] == 1
+    assert content["exact"] is True
+    assert "largest eigenvalue" in run("bench", *options).stdout
+
+
+def test_data_says_where_sets_come_from(place: Path) -> None:
+    assert "scikit-learn" in run("data").stdout
+    assert json.loads(run("data", "--json").stdout)["digits:test"]["from"]
+    assert "float64 (12, 4)" in run("data", "data.npz").stdout
+    assert "first batch: inputs: float32 (8, 4)" in run("data", net(place, "loader")).stdout
+    assert "float32 (1437, 64)" in run("data", "digits").stdout
+
+
+def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(package: str) -> str:
+        if package == "pandas":
+            raise PackageNotFoundError
+        return version(package)
+
+    monkeypatch.setattr("saltflat.cli.doctor.version", found)
+    assert "pip install pandas" in run("doctor").stdout
+    assert json.loads(run("doctor", "--json").stdout)["missing"] == {"pandas": "pip install pandas"}
+    monkeypatch.setattr("saltflat.cli.doctor._trace", lambda *_: 1e9)
+    assert "On cpu the trace" in run("doctor", code=1).stdout
+
+
+# (arguments, exit code, words); "NET" stands for the file with the network
+MISTAKES: list[tuple[str, int, list[str]]] = [
+    ("mesure NET:make", 2, ["mesure", "'measure'"]),
+    ("measure NET:make --dat data.npz", 2, ["--data"]),
+    ("measure NET:make", 2, ["--data"]),
+    ("measure NET:make --data data.npz -m rhoo", 2, ["rhoo", "'rho'"]),
+    ("measure NET:make --data data.npz --loss cross_entrpy", 2, ["'cross_entropy'"]),
+    ("measure NET:make --data data.npz --device qpu", 2, ["qpu", "cpu"]),
+    ("measure NET:make --data data.npz --samples 0", 2, ["samples"]),
+    ("measure NET:makes --data data.npz", 3, ["makes", "'make'"]),
+    ("measure NET:wants --data data.npz", 3, ["hidden"]),
+    ("measure NET:broken --data data.npz", 3, ["no such thing", "line"]),
+    ("measure NET:three --data data.npz", 3, ["int"]),
+    ("measure NET:loader --data data.npz", 3, ["list", "nn.Module"]),
+    ("measure nosuch.module:f --data data.npz", 3, ["nosuch"]),
+    ("measure nosuch.py:f --data data.npz", 3, ["nosuch.py"]),
+    ("measure weights.safetensors --data data.npz", 3, ["--checkpoint"]),
+    ("measure nonsense --data data.npz", 3, ["zoo:NAME"]),
+    ("measure zoo:lenet6 --data data.npz", 3, ["'lenet5'"]),
+    ("measure zoo:mlp:4-x --data data.npz", 3, ["zoo:mlp:64-32-10"]),
+    ("measure zoo:lenet5:3 --data data.npz", 3, ["takes no settings"]),
+    ("measure . --data data.npz", 3, ["config.json"]),
+    ("measure NET:make --data digts", 3, ["'digits'"]),
+    ("measure NET:make --data nosuch.npz", 3, ["nosuch.npz", "data.npz"]),
+    ("measure NET:make --data NET:three", 1, ["int"]),
+    ("measure NET:make --data NET:empty", 1, ["empty"]),
+    ("measure NET:make --data empty.npz", 1, ["no samples"]),
+    ("measure NET:make --data data.npz --checkpoint none.pt", 3, ["none.pt"]),
+    ("measure NET:make --data data.npz --unpack NET:three", 3, ["--unpack"]),
+    ("data empty.py:x", 3, ["empty.py"]),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "words"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_mistakes_are_explained(line: str, code: int, words: list[str], place: Path) -> None:
+    np.savez("empty.npz", x=np.zeros((0, 4)), y=np.zeros(0, dtype=int))
+    arguments = line.replace("NET", f"{(place / 'net.txt').read_text()}.py").split()
+    said = " ".join(run(*arguments, code=code).output.replace("│", " ").split())
+    for word in words:
+        assert word in said
+
+
+def test_weights_that_are_not_numbers(place: Path) -> None:
+    model = make(place)
+    with torch.no_grad():
+        model.get_parameter("fc1.weight")[0, 0] = torch.nan
+    torch.save(model.state_dict(), "nan.pt")
+    options = ["--checkpoint", "nan.pt", "--data", "data.npz"]
+    assert "'fc1.weight' holds NaN" in run("measure", net(place, "make"), *options, code=1).output
+
+
+def test_errors_are_json_too(place: Path) -> None:
+    result = run("measure", net(place, "makes"), "--data", "data.npz", "--json", code=3)
+    error = json.loads(result.stdout)["error"]
+    assert (error["kind"], error["exit"]) == ("LoadError", Code.NOT_LOADED)
+    assert "makes" in error["message"]
+
+
+def test_a_traceback_is_shown_if_asked(place: Path) -> None:
+    options = [net(place, "broken"), "--data", "data.npz", "--traceback"]
+    result = CliRunner().invoke(app, ["measure", *options])
+    assert result.exit_code == 3
+    assert "Traceback" in result.stderr
+    assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "measure", "compare", "audit", "balance", "bench", "data", "doctor"]
+)
+def test_help_has_an_example(command: str) -> None:
+    said = run(command, "--help").stdout
+    assert "Example" in said
+    assert f"saltflat {command}" in said
+
+
+def test_help_lists_exit_codes() -> None:
+    said = " ".join(run("--help").stdout.split())
+    for code in Code:
+        assert f" {code.value} " in said
+
+
+def test_completion_knows_names() -> None:
+    words = {"COMP_WORDS": "saltflat measure zoo:lenet5 -m neur", "COMP_CWORD": "4"}
+    environment = {**words, "_SALTFLAT_COMPLETE": "complete_bash"}
+    result = CliRunner().invoke(app, [], prog_name="saltflat", env=environment)
+    assert result.output.strip() == "neuronwise_minimum_sharpness"
+
+
+def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append(name))
+    run("demo")
+    assert ran == ["saltflat.demo"]
+
+
+def test_the_entry_point_is_the_command() -> None:
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"saltflat": f"{main.__module__.rpartition('.')[0]}:main"}
+
+
+def test_as_a_module_with_pipes(place: Path) -> None:
+    """JSON alone on stdout; notes go elsewhere, and not at all if quiet."""
+    options = ["measure", "zoo:mlp:4-3", "--data", "data.npz", "-m", "hessian_trace", "--json"]
+    process = shell(*options, cwd=place)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["measurements"]["hessian_trace"]["value"] > 0
+    assert "random weights" in err
+
+
+SLOW = """
+import time
+import traceback
+from pathlib import Path
+import torch
+from torch import nn
+
+class Slow(nn.Sequential):
+    def forward(self, x):
+        if any("{where}" in frame.filename for frame in traceback.extract_stack()):
+            Path("reached").touch()
+            time.sleep(0.1)
+        return super().forward(x)
+
+def make(): return Slow(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+"""
+
+
+@pytest.mark.parametrize(("where", "partial"), [("ball_sharpness", True), ("slow", False)])
+def test_an_interruption_leaves_a_partial_report(place: Path, where: str, partial: bool) -> None:
+    (place / "slow.py").write_text(SLOW.format(where=where))
+    names = "hessian_trace,rho,delta_sharpness,sam_sharpness"
+    options = ["slow.py:make", "--data", "data.npz", "-m", names, "--save", "run.json"]
+    process = shell("measure", *options, "--json", cwd=place)
+    deadline = time.monotonic() + 100
+    while not (place / "reached").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    if not partial:
+        assert json.loads(out)["error"]["exit"] == 130
+        assert not (place / "run.json").exists()
+        return
+    report = sf.Report.load(place / "run.json")
+    assert json.loads(out)["notes"][0].startswith("PARTIAL: interrupted after ")
+    assert report["hessian_trace"].exact
+    assert "interrupted" in report.skipped["sam_sharpness"]
+    assert "partial" in err
+
+
+def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the library, without a process: the exception carries the partial result."""
+    from saltflat.errors import Interrupted
+    from saltflat.measures import Rho
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    with monkeypatch.context() as patch:
+        patch.setattr(Rho, "compute", stop)
+        with pytest.raises(Interrupted) as caught:
+            sf.measure(model, data, measures=["hessian_trace", "rho", "kappa_trace"])
+        report = caught.value.partial
+        assert list(report) == ["hessian_trace"]
+        assert set(report.skipped) == {"rho", "kappa_trace"}
+        with pytest.raises(KeyboardInterrupt) as bare:
+            sf.measure(model, data, measures=["rho"])
+        assert not isinstance(bare.value, Interrupted)
+    from saltflat.audit.ledger import Ledger
+
+    whole, count = Ledger.add, 0
+
+    def add(self: Ledger, trial: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 3:
+            raise KeyboardInterrupt
+        whole(self, trial)
+
+    monkeypatch.setattr(Ledger, "add", add)
+    with pytest.raises(Interrupted) as caught:
+        sf.audit(model, data, measures=["hessian_trace"], elements=1)
+    assert caught.value.partial.notes[0].startswith("PARTIAL: interrupted after 3 of ")
+    assert len(caught.value.partial["hessian_trace"]) == 1
