@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import saltflat
 
 sys.path.insert(0, str(Path(__file__).parent))  # for extension.py
+os.environ["COLUMNS"] = "112"  # how wide a table that is printed may be
 
 project = "saltflat"
 author = "the saltflat authors"

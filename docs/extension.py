@@ -1,10 +1,15 @@
-"""What these pages need of Sphinx: code that is run, tables made of the catalogue, docstrings."""
+"""What these pages need of Sphinx: code that is run, tables made of the code, docstrings."""
 
 from __future__ import annotations
 
+import inspect
 import io
+import os
 import re
-from contextlib import redirect_stdout
+import shlex
+import subprocess
+import sys
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -13,6 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
+from saltflat.cli.app import app
 from saltflat.measurement import EVERY_RESCALING, Symmetry
 from saltflat.measures import MEASURES, Measure
 
@@ -21,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class Executed(SphinxDirective):
-    """Runs its code, in one namespace for all blocks of a page, and shows what it prints."""
+    """Runs its code, in one namespace for all blocks of a page, and shows what it prints.
+
+    Files that it writes are in the folder `made` of the pages.
+    """
 
     has_content = True
     namespaces: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -29,13 +38,56 @@ class Executed(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         source, printed = "\n".join(self.content), io.StringIO()
         namespace = self.namespaces.setdefault(self.env.docname, {"__name__": "__main__"})
-        with redirect_stdout(printed):
+        with chdir(_made(self.env.app)), redirect_stdout(printed):
             exec(compile(source, f"{self.env.docname}.md", "exec"), namespace)
         code = nodes.literal_block(source, source, language="python")
-        text = printed.getvalue().rstrip()
-        if not text:
-            return [code]
-        return [code, nodes.literal_block(text, text, language="text", classes=["printed"])]
+        return [code, *_printed(printed.getvalue())]
+
+
+class Command(SphinxDirective):
+    """Runs `saltflat …` and shows what it prints; files as above."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        command = "\n".join(self.content)
+        words = shlex.split(command.replace("\\\n", " "))
+        done = subprocess.run(
+            [sys.executable, "-m", "saltflat", *words[1:]],
+            cwd=_made(self.env.app),
+            env=os.environ | {"NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if words[0] != "saltflat" or done.returncode:
+            logger.warning("%s failed: %s", command, done.stderr, location=self.get_location())
+        code = nodes.literal_block(command, command, language="sh")
+        return [code, *_printed(done.stdout)]
+
+
+class CommandsTable(SphinxDirective):
+    """The commands, from what they say of themselves."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = ["| command | what it does |", "|---|---|"]
+        for command in app.registered_commands:
+            assert command.callback is not None
+            name, words = command.callback.__name__, inspect.getdoc(command.callback)
+            rows.append(f"| `saltflat {name}` | {words} |")
+        return self.parse_text_to_nodes("\n".join(rows))
+
+
+def _made(app: Sphinx) -> Path:
+    folder = Path(app.outdir) / "made"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _printed(text: str) -> list[nodes.Node]:
+    text = "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+    if not text:
+        return []
+    return [nodes.literal_block(text, text, language="text", classes=["printed"])]
 
 
 class MeasuresTable(SphinxDirective):
@@ -70,7 +122,9 @@ class Formula(SphinxDirective):
         source = ", ".join(filter(None, (kind.paper, kind.equation)))
         settings = ", ".join(f"{n}={v!r}" for n, v in kind().settings().items())
         call = f"`saltflat.measures.{kind.__name__}({settings})`"
-        return self.parse_text_to_nodes(f"`{kind.title}`\n\n{source}. {call}\n")
+        return self.parse_text_to_nodes(
+            f"{kind.explanation}\n\n`{kind.title}`\n\n{source}. {call}\n"
+        )
 
 
 class Test(SphinxRole):
@@ -84,7 +138,7 @@ class Test(SphinxRole):
         return [nodes.literal(self.text, self.text)], []
 
 
-_ENTRY = re.compile(r"^(\w[\w, ]*?) : (.*)$")
+_ENTRY = re.compile(r"^(\w[\w, ]*?) :(?: (.*))?$")
 _AFTER_CODE = frozenset(" .,;:!?)]}/'\"-") | {""}
 _BAR = re.compile(r"(?<!\|)\|(?!\|)")
 
@@ -107,7 +161,7 @@ def plain_docstring(
         if header:
             inside = line in ("Parameters", "Attributes")
         elif entry:
-            result += [entry[1], "    " + _escaped(entry[2])]
+            result += [entry[1], "    " + _escaped(entry[2] or "")]
             continue
         elif inside and margin:
             result += ["", ""]
@@ -134,6 +188,8 @@ def _escaped(line: str) -> str:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("executed", Executed)
+    app.add_directive("command", Command)
+    app.add_directive("commands-table", CommandsTable)
     app.add_directive("measures-table", MeasuresTable)
     app.add_directive("formula", Formula)
     app.add_role("test", Test())

@@ -75,7 +75,8 @@ def sam(model):
 
 
 # %%
-# FAM is a term of the loss. It belongs to the forward pass that was made last.
+# FAM is a term of the loss. It belongs to the forward pass that was made last. `share` is the
+# largest part of the objective that it may have.
 
 
 def fam(model):
@@ -83,7 +84,7 @@ def fam(model):
     last = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)][
         -1
     ]
-    penalty = sf.FAM(model, layer=last, strength=1e-3)
+    penalty = sf.FAM(model, layer=last, share=0.05)
 
     def step(inputs, targets):
         optimizer.zero_grad()

@@ -31,7 +31,7 @@ class Classifier(SharpnessModuleMixin, LightningModule):
         super().__init__()
         self.net = mlp([64, 32, 10])
         last = [n for n, m in self.net.named_modules() if isinstance(m, torch.nn.Linear)][-1]
-        self.fam = sf.FAM(self.net, layer=last, strength=1e-3)
+        self.fam = sf.FAM(self.net, layer=last, share=0.05)
 
     def forward(self, x):
         return self.net(x)

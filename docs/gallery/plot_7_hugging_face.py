@@ -66,7 +66,7 @@ trainer = SharpnessTrainer(
     ),
     train_dataset=data,
     perturb=lambda base: sf.SAM(base, rho=0.05),
-    fam=sf.FAM(model, layer="classifier", strength=0.01),
+    fam=sf.FAM(model, layer="classifier", share=0.05),
     callbacks=[SharpnessTrainerCallback(probe, budget=None)],
 )
 trainer.remove_callback(PrinterCallback)  # what it prints is printed below
