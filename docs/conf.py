@@ -33,6 +33,7 @@ myst_heading_anchors = 3
 
 # Docstrings are plain text with names and code between single backticks.
 default_role = "code"
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = False

@@ -176,14 +176,14 @@ def plain_docstring(
 
 
 def _escaped(line: str) -> str:
-    """Bars outside of code and examples, and code that runs into a word."""
-    if line.lstrip().startswith((">>>", "...")):
+    """Code as literals, apart from a word that it runs into, and bars elsewhere escaped."""
+    if line.lstrip().startswith((">>>", "...")) or "``" in line:
         return line
     parts = line.split("`")
     for k in range(0, len(parts), 2):
         text = _BAR.sub(r"\|", parts[k])
         parts[k] = r"\ " + text if k and text[:1] not in _AFTER_CODE else text
-    return "`".join(parts)
+    return "``".join(parts)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
