@@ -8,6 +8,9 @@ them, and says which measures moved. Functions of your own are audited beside th
 measures.
 """
 
+import tempfile
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -65,8 +68,8 @@ print({kind: drift.verdict for kind, drift in audit["weighted_gradient"].items()
 # %%
 # How far each went, as the rescaling grows.
 
-audit.plot("drift.png")
+path = audit.plot(Path(tempfile.mkdtemp()) / "drift.png")
 figure, axis = plt.subplots(figsize=(9, 4.5))
-axis.imshow(plt.imread("drift.png"))
+axis.imshow(plt.imread(path))
 axis.axis("off")
 figure.tight_layout()

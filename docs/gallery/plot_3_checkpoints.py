@@ -8,6 +8,8 @@ loss, another number of samples.
 """
 
 import copy
+import tempfile
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -77,6 +79,6 @@ figure.tight_layout()
 # it.
 
 report = comparison["batch 32"]
-path = report.save("batch-32.json")
-print(sf.Report.load(path) == report)
+path = report.save(Path(tempfile.mkdtemp()) / "batch-32.json")
+print(sf.load(path) == report)
 print(report.to_pandas()[["value", "exact", "stderr"]])

@@ -89,8 +89,8 @@ axis.legend(["Gauss–Newton trace, exact", "Hessian trace ± 2 standard errors"
 figure.tight_layout()
 
 # %%
-# The rescalings that keep its function: queries against keys, values against what follows them,
-# units of the feed-forward layers, and what layer normalisation leaves free.
+# The rescalings that keep its function: the scales of a layer normalisation against what reads
+# them, queries against keys, values against the projection. GELU lets none through.
 
 group = sf.symmetries(model, x[:4])
 print(group)

@@ -9,9 +9,13 @@ mixed precision right with it. FAM is a term of the loss, as everywhere.
 Needs `pip install saltflat[lightning]`.
 """
 
+import json
 import logging
+import tempfile
 import warnings
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
@@ -51,7 +55,8 @@ class Classifier(SharpnessModuleMixin, LightningModule):
 torch.manual_seed(0)
 x, y, test_x, test_y = digits()
 loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
-callback = SharpnessCallback((x[:200], y[:200]), path="lightning.jsonl", budget=None, module="net")
+path = Path(tempfile.mkdtemp()) / "sharpness.jsonl"
+callback = SharpnessCallback((x[:200], y[:200]), path=path, budget=None, module="net")
 module = Classifier()
 trainer = Trainer(
     max_epochs=4,
@@ -76,5 +81,10 @@ print(f"test accuracy {float((module(test_x).argmax(1) == test_y).float().mean()
 # %%
 # The course is in the file, one record a line.
 
-with open("lightning.jsonl") as lines:
-    print(lines.readline()[:200], "…")
+records = [json.loads(line) for line in path.read_text().splitlines()]
+figure, axis = plt.subplots(figsize=(7, 3.5))
+for name in records[0]["values"]:
+    axis.plot([r["epoch"] for r in records], [r["values"][name] for r in records], "o-")
+axis.set(xlabel="epoch", xticks=[r["epoch"] for r in records], ylabel="value")
+axis.legend(list(records[0]["values"]))
+figure.tight_layout()

@@ -11,6 +11,7 @@ synthetic, so that nothing is downloaded.
 
 import tempfile
 
+import matplotlib.pyplot as plt
 import torch
 from transformers import (
     BertConfig,
@@ -77,6 +78,14 @@ for entry in trainer.state.log_history:
     for name, value in entry.items():
         if name == "loss" or name.startswith("saltflat/"):
             print(f"epoch {entry['epoch']:.0f}: {name} = {value:.4g}")
+
+# %%
+name = "saltflat/relative_flatness"
+found = [entry for entry in trainer.state.log_history if name in entry]
+figure, axis = plt.subplots(figsize=(7, 3.5))
+axis.plot([entry["epoch"] for entry in found], [entry[name] for entry in found], "o-")
+axis.set(xlabel="epoch", xticks=[1, 2, 3], ylabel="relative flatness of the classifier")
+figure.tight_layout()
 
 # %%
 # After training, anything else that is wanted: the model is an `nn.Module` like any other.

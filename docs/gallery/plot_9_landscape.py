@@ -61,4 +61,4 @@ for kind in kinds:
 # A plane, with `plot` for a picture and `save` for a file or a page.
 
 plane = sf.landscape(model, data, directions="balanced", points=15, span=0.5, progress=False)
-print(plane)
+print(plane.values.shape, plane.center)
