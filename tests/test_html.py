@@ -380,8 +380,8 @@ def test_json_holds_the_report_alone(part: str, results: Results, tmp_path: Path
 def test_other_endings_are_refused(results: Results, tmp_path: Path) -> None:
     with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
         results.report.save(tmp_path / "run.txt")
-    with pytest.raises(sf.InvalidValue, match=r"A page is saved as .html. Got 'x.json'"):
-        results.parts["comparison"].save(tmp_path / "x.json")
+    with pytest.raises(sf.InvalidValue, match=r"A comparison is saved as .json. Got 'x.txt'"):
+        results.parts["comparison"].save(tmp_path / "x.txt")
 
 
 def test_every_measure_is_explained_in_a_sentence() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from math import ceil, isfinite, log10, nan
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from saltflat.measurement import Measurement
 from saltflat.report.html import Cell, Figure, Section, Table, label, number, ticks
 from saltflat.report.provenance import Provenance
+from saltflat.report.standing import Standing
 from saltflat.report.words import explanation, gradients, invariance, settings
 from saltflat.result import Density, Diagonal
 
@@ -69,8 +69,8 @@ def further(parts: Mapping[str, Any]) -> list[Section]:
 # The model, the data and the measures.
 
 
-def summary(source: Provenance, standing: Any, notes: Sequence[str]) -> Section:
-    """What was measured on what; `standing` is a dataclass of where the model stands, or None."""
+def summary(source: Provenance, standing: Standing | None, notes: Sequence[str]) -> Section:
+    """What was measured on what, and whether it is a minimum."""
     facts = {
         "model": f"{source.model}, {source.parameters:,} parameters",
         "data": f"{source.samples:,} samples, batch size {source.batch_size:,}",
@@ -79,20 +79,26 @@ def summary(source: Provenance, standing: Any, notes: Sequence[str]) -> Section:
         "computed in": f"{source.dtype} on {source.device}",
         "measured": source.created.replace("T", " ").removesuffix("+00:00") + " UTC",
     }
-    values = asdict(standing) if is_dataclass(standing) and not isinstance(standing, type) else {}
-    words = values.pop("verdict", "") or ""
-    for key, value in values.items():
-        if isinstance(value, float | int | str) and not isinstance(value, bool):
-            shown = f"{value:.2%}" if key == "accuracy" else value
-            shown = f"{shown:.5g}" if isinstance(shown, float) else str(shown)
-            facts[_STANDING.get(key, key.replace("_", " "))] = shown
+    words = ""
+    if standing is not None:
+        facts |= _stands(standing)
+        words = f"{standing.verdict[0].upper()}{standing.verdict[1:]}."
     if source.frozen:
         facts["frozen, not measured"] = ", ".join(source.frozen)
     return Section("Summary", words, facts, notes=notes)
 
 
+def _stands(standing: Standing) -> dict[str, str]:
+    error = "" if standing.sampling is None else f" ± {standing.sampling:.2g} for the population"
+    facts = {"loss at the model": f"{standing.loss:.4g}{error}"}
+    if standing.accuracy is not None:
+        facts["accuracy on these data"] = f"{standing.accuracy:.2%}"
+    if standing.chance is not None:
+        facts["loss of constant outputs"] = f"{standing.chance:.4g}"
+    return facts | {"length of the gradient": f"{standing.gradient_norm:.3g}"}
+
+
 _MATRICES = {"hessian": "Hessian", "ggn": "Gauss–Newton matrix"}
-_STANDING = {"loss": "loss at the model", "gradient_norm": "length of the gradient"}
 
 
 def measures(
@@ -133,9 +139,8 @@ def measures(
 
 def _sampling(m: Measurement) -> str:
     """The error that comes from the samples at hand, where there is one."""
-    error = getattr(m, "sampling", None)
-    known = isinstance(error, float) and isfinite(error)
-    return f"± {error:.2g} for other samples of this size" if known else ""
+    known = m.sampling is not None and isfinite(m.sampling)
+    return f"± {m.sampling:.2g} for the population" if known else ""
 
 
 def layers(measurements: Mapping[str, Measurement]) -> list[Section]:
