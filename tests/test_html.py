@@ -291,19 +291,17 @@ def test_the_data_of_figures_are_json(page_file: Path) -> None:
 
 
 def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
-    @dataclass
-    class Standing:
-        loss: float = 0.123456789
-        accuracy: float = 0.75
-        gradient_norm: float = 1e-3
-        verdict: str = "Not at a minimum."
-
-    section = sections.summary(results.report.provenance, Standing(), ("a note",))
-    assert section.text == "Not at a minimum."
-    assert section.facts["loss at the model"] == "0.12346"
-    assert section.facts["accuracy"] == "75.00%"
+    standing = sf.Standing(0.123456789, 0.01, 0.75, 1.4, gradient_norm=1e-3, decrease=0.1)
+    section = sections.summary(results.report.provenance, standing, ("a note",))
+    assert section.text.startswith("Not a minimum: a step downhill lowers the loss by 81 %")
+    assert section.facts["loss at the model"] == "0.1235 ± 0.01 for the population"
+    assert section.facts["accuracy on these data"] == "75.00%"
+    assert section.facts["loss of constant outputs"] == "1.4"
     assert section.facts["length of the gradient"] == "0.001"
     assert section.notes == ("a note",)
+    assert (
+        "accuracy on these data" not in sections.summary(results.report.provenance, None, ()).facts
+    )
 
 
 def test_measures_that_are_not_there_are_told(results: Results) -> None:
