@@ -322,10 +322,11 @@ def test_completion_knows_names() -> None:
 
 
 def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append(name))
+    ran: list[tuple[Path, bool]] = []
+    monkeypatch.setattr("saltflat.demo.__main__.run", lambda *given: ran.append(given))
     run("demo")
-    assert ran == ["saltflat.demo"]
+    run("demo", "--html", "x.html", "--all")
+    assert ran == [(Path("demo.html"), False), (Path("x.html"), True)]
 
 
 def test_the_entry_point_is_the_command() -> None:
