@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.demo import exact_trace, flat_training, network, random_labels, rescaling, samples
 
-_WIDTH = 100  # what the tables need
+_WIDTH = 84  # what the tables need
 _WIDER = 126  # with those of the random labels
 
 
