@@ -291,18 +291,12 @@ def test_the_data_of_figures_are_json(page_file: Path) -> None:
 
 
 def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
-    @dataclass
-    class Standing:
-        loss: float = 0.123456789
-        accuracy: float = 0.75
-        gradient_norm: float = 1e-3
-        verdict: str = "Not at a minimum."
-
-    section = sections.summary(results.report.provenance, Standing(), ("a note",))
-    assert section.text == "Not at a minimum."
-    assert section.facts["loss at the model"] == "0.12346"
-    assert section.facts["accuracy"] == "75.00%"
-    assert section.facts["length of the gradient"] == "0.001"
+    stand = sf.Standing(0.123456, 0.01, 0.75, 0.69, 1e-3, 0.06)
+    section = sections.summary(results.report.provenance, stand, ("a note",))
+    assert section.text == f"The model is {stand.verdict}."
+    assert section.facts["loss at the model"] == "0.1235 ± 0.01 for the population"
+    assert section.facts["accuracy"] == "75 %"
+    assert section.facts["a minimum?"] == stand.word
     assert section.notes == ("a note",)
 
 
@@ -312,11 +306,7 @@ def test_measures_that_are_not_there_are_told(results: Results) -> None:
     rows = {row[0].text: row for row in table.rows}
     assert rows["bn_sharpness"][2].text == "does not apply"
     assert [cell.text for cell in rows["sam_sharpness"]][1:] == [
-        "–",
-        "not computed",
-        "",
-        "about 21",
-        "",
+        *("–", "not computed", "", "", "about 21", "")
     ]
 
 
@@ -381,7 +371,7 @@ def test_other_endings_are_refused(results: Results, tmp_path: Path) -> None:
     with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
         results.report.save(tmp_path / "run.txt")
     with pytest.raises(sf.InvalidValue, match=r"A page is saved as .html. Got 'x.json'"):
-        results.parts["comparison"].save(tmp_path / "x.json")
+        html.write(tmp_path / "x.json", "", [])
 
 
 def test_every_measure_is_explained_in_a_sentence() -> None:

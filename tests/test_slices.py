@@ -131,7 +131,7 @@ def test_eigenvectors_bend_the_loss_as_their_eigenvalues_say() -> None:
         expected = (full @ theta - y[:, 0]).square().mean() + slope @ d + bend
         assert found.losses[index] == pytest.approx(float(expected), rel=1e-3)
     assert found.eigenvalues == pytest.approx(values[[-1, -2]].tolist(), rel=1e-4)
-    assert found.gradient_norm == pytest.approx(float(slope.norm()), rel=1e-12)
+    assert found.standing.gradient_norm == pytest.approx(float(slope.norm()), rel=1e-12)
 
 
 def test_directions_of_ones_own() -> None:
@@ -226,7 +226,7 @@ def test_accuracy() -> None:
         right = functional_call(model, moved, (x,)).argmax(1) == y
         assert share == pytest.approx(float(right.double().mean()))
     assert len(set(found.accuracies)) > 1
-    assert found.center_accuracy == found.accuracy[2]
+    assert found.standing.accuracy == found.accuracy[2]
     with pytest.raises(sf.LossError, match=r"needs a cross-entropy.*Got mse"):
         sf.landscape(nn.Linear(3, 1), (x.float(), x[:, :1].float()), "mse", accuracy=True)
     with pytest.raises(sf.InvalidValue, match="no accuracies"):
