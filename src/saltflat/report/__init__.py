@@ -4,7 +4,6 @@ from saltflat.report import html, store
 from saltflat.report.html import Cell, Figure, Section, Table
 from saltflat.report.provenance import Provenance, model_hash, provenance
 from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed
-from saltflat.report.sections import stands
 from saltflat.report.standing import STANDING, Standing, standing
 from saltflat.report.verdict import Verdict
 from saltflat.report.words import invariance
@@ -29,6 +28,5 @@ __all__ = [
     "model_hash",
     "provenance",
     "standing",
-    "stands",
     "store",
 ]

@@ -76,7 +76,7 @@ def summary(source: Provenance, standing: Standing | None, notes: Sequence[str])
         "data": f"{source.samples:,} samples, batch size {source.batch_size:,}",
         "loss": source.loss,
         "curvature": _MATRICES[source.curvature],
-        **({} if standing is None else stands(standing)),
+        **({} if standing is None else _stands(standing)),
         "computed in": f"{source.dtype} on {source.device}",
         "measured": source.created.replace("T", " ").removesuffix("+00:00") + " UTC",
     }
@@ -89,7 +89,7 @@ def summary(source: Provenance, standing: Standing | None, notes: Sequence[str])
 _MATRICES = {"hessian": "Hessian", "ggn": "Gauss–Newton matrix"}
 
 
-def stands(standing: Standing) -> dict[str, str]:
+def _stands(standing: Standing) -> dict[str, str]:
     """Where a model stands, as facts."""
     error = "" if standing.sampling is None else f" ± {standing.sampling:.2g} for the population"
     facts = {"loss at the model": f"{standing.loss:.4g}{error}"}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saltflat.errors import InvalidValue, optional
-from saltflat.report import Figure, Section, Standing, html, stands, store
+from saltflat.report import Figure, Section, Standing, html, store
 
 # What must be the same for a file to be continued, and how to say that it is not.
 _SAME = {
@@ -207,7 +207,7 @@ class Landscape:
     def sections(self) -> list[Section]:
         """What a page shows of it."""
         figures = [_line_figure(self)] if len(self.axes) == 1 else _plane_figures(self)
-        facts = stands(self.standing)
+        facts = {"loss at the model": f"{self.center:.4g}", "a minimum?": self.standing.word}
         facts["lengths of the directions"] = ", ".join(f"{each:.4g}" for each in self.lengths)
         if self.cosine is not None:
             facts["cosine between them"] = f"{self.cosine:.2g}"
