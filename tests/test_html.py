@@ -290,6 +290,17 @@ def test_the_data_of_figures_are_json(page_file: Path) -> None:
     assert all(set(each) == {"traces", "layout", "csv", "name"} for each in figures)
 
 
+def test_parts_are_taken_alone_and_in_lists(results: Results) -> None:
+    lines, monitor = results.parts["landscape"], results.parts["history"]
+    for parts, titles in (
+        ({"landscape": lines[0]}, [lines[0].title]),
+        ({"landscape": tuple(lines)}, [line.title for line in lines]),
+        ({"history": monitor}, ["Training"]),
+        ({"history": monitor.history}, ["Training"]),
+    ):
+        assert [section.title for section in sections.further(parts)] == titles
+
+
 def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
     stand = sf.Standing(0.123456, 0.01, 0.75, 0.69, 1e-3, 0.06)
     section = sections.summary(results.report.provenance, stand, ("a note",))
