@@ -109,7 +109,7 @@ def test_measure_says_what_the_function_says(place: Path) -> None:
     assert sf.Report.load(place / "piped.json").measurements == truth.measurements
     table = run("measure", net(place, "make"), *options)
     assert "rho" in table.stdout
-    assert "shared by all" in table.stdout
+    assert "cost: " in table.stdout
 
 
 def test_options_reach_the_function(place: Path) -> None:
@@ -322,10 +322,11 @@ def test_completion_knows_names() -> None:
 
 
 def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append(name))
+    ran: list[tuple[Path, bool]] = []
+    monkeypatch.setattr("saltflat.demo.__main__.run", lambda *given: ran.append(given))
     run("demo")
-    assert ran == ["saltflat.demo"]
+    run("demo", "--html", "x.html", "--all")
+    assert ran == [(Path("demo.html"), False), (Path("x.html"), True)]
 
 
 def test_the_entry_point_is_the_command() -> None:

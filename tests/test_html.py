@@ -302,13 +302,17 @@ def test_parts_are_taken_alone_and_in_lists(results: Results) -> None:
 
 
 def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
-    stand = sf.Standing(0.123456, 0.01, 0.75, 0.69, 1e-3, 0.06)
-    section = sections.summary(results.report.provenance, stand, ("a note",))
-    assert section.text == f"The model is {stand.verdict}."
+    standing = sf.Standing(0.123456789, 0.01, 0.75, 1.4, gradient_norm=1e-3, decrease=0.1)
+    section = sections.summary(results.report.provenance, standing, ("a note",))
+    assert section.text.startswith("Not a minimum: a step downhill lowers the loss by 81 %")
     assert section.facts["loss at the model"] == "0.1235 ± 0.01 for the population"
-    assert section.facts["accuracy"] == "75 %"
-    assert section.facts["a minimum?"] == stand.word
+    assert section.facts["accuracy on these data"] == "75.00%"
+    assert section.facts["loss of constant outputs"] == "1.4"
+    assert section.facts["length of the gradient"] == "0.001"
     assert section.notes == ("a note",)
+    assert (
+        "accuracy on these data" not in sections.summary(results.report.provenance, None, ()).facts
+    )
 
 
 def test_measures_that_are_not_there_are_told(results: Results) -> None:

@@ -12,10 +12,9 @@ from cases import BY_NAME
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.measures import NormalizedSharpness, RelativeFlatness, Rho
+from saltflat.measures import NormalizedSharpness, RelativeFlatness
 
-LINEAR = ["hessian_trace", "kappa_trace", "rho", Rho(side="rows"), "relative_flatness"]
-NAMES = ["hessian_trace", "kappa_trace", "rho", "relative_flatness"]
+NAMES = ["hessian_trace", "kappa_trace", "rho", "relative_flatness", "fisher_rao_norm"]
 CURVED = ["matrix_normalized_sharpness", "minimum_sharpness"]
 
 
@@ -30,7 +29,7 @@ def single_values(case: Any, name: str) -> Tensor:
     return torch.tensor(each, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("case", ["mlp", "residual", "branches"])
+@pytest.mark.parametrize("case", ["mlp", "residual", "branches", "embedding", "mse"])
 @pytest.mark.parametrize("name", NAMES)
 def test_linear_measures_have_the_spread_of_single_samples(case: str, name: str) -> None:
     chosen = BY_NAME[case]

@@ -212,7 +212,8 @@ class CrossEntropy(Loss):
         if targets.is_floating_point():
             return self._soft(logits, targets).flatten(0, -2).sum(0)
         kept, classes, share = self._hard(targets)
-        own, spread, weight = self._smoothing(logits.double())
+        own, spread, _ = self._smoothing(logits)
+        weight = 1.0 if self.weight is None else self.weight.to(logits.device, torch.float64)
         whole = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
         whole.index_add_(0, classes.flatten(), share.flatten())
         return own * whole + spread * weight * kept.sum()

@@ -198,7 +198,8 @@ def compare(
     """Measure several models on the same data, and put them side by side.
 
     `data` is one for all, or a mapping with the same names as `models`. Options as in `measure`.
-    The result says when its numbers are not comparable: other data, loss or sample count.
+    The result says when its numbers are not comparable: other data, loss or sample count; and of
+    any two models which is flatter by a measure, if that can be said (`verdicts`).
 
     Examples
     --------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,11 +62,21 @@ def main_options(
     """Options before the command."""
 
 
-@app.command(epilog=_example("demo"))
-def demo(traceback: Traceback = False) -> None:
-    """Run the main jobs on data that come with scikit-learn; some minutes."""
+@app.command(epilog=_example("demo", "demo --html first.html --all"))
+def demo(
+    html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
+        "demo.html"
+    ),
+    everything: Annotated[
+        bool, typer.Option("--all", help="Networks on random labels, too: a minute more.")
+    ] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Run the main jobs on digits that come with scikit-learn; a minute or two."""
     with speaking(Voice(traceback=traceback)):
-        runpy.run_module("saltflat.demo", run_name="__main__")
+        from saltflat.demo import __main__ as demonstration
+
+        demonstration.run(html, everything)
 
 
 @app.command(

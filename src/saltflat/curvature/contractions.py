@@ -468,6 +468,11 @@ class Term(ABC):
         """A quadratic form of the gradients and the weight, in float64."""
         return written_out(self.gradient(), weight, sign, form)
 
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        """Σ weights · G² of every sample, over entries and directions, in float64."""
+        squares = self.gradient().square().sum(0)
+        return (squares.reshape(len(squares), -1) @ weights.flatten().to(squares)).double()
+
     def outer(self) -> Outer | None:
         """The same gradients as sums of outer products, if they are."""
         return None
@@ -543,6 +548,13 @@ class Outer(Term):
         diagonal = _diagonal_gradient(self.left, self.right, sign, traces)
         return self.layout.assemble(diagonal), traces
 
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        each = self.layout.factored(weights).flatten().to(self.right)
+        totals = torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
+        for _, rows, gradient in _gradients(self.left, self.right):
+            totals[rows] += gradient.square_().reshape(-1, len(each)) @ each
+        return totals
+
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         left, right, layout = self.left, self.right, self.layout
         if form == "flatness" and not layout.rows_are_units:
@@ -594,6 +606,9 @@ class Lookup(Term):
         result = squares.new_zeros(self.rows, squares.shape[-1])
         result.index_add_(0, self.index.clamp(min=0).flatten(), squares.flatten(0, 1))
         return result, squares.sum((1, 2), dtype=torch.float64)
+
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        return (self._squares(None) * weights[self.index.clamp(min=0)]).sum((1, 2)).double()
 
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         """The table is a matrix whose input units are its rows."""
@@ -731,6 +746,11 @@ class RankOne(Term):
         for rows in self._blocks(self.inputs.shape[1]):
             result.addmm_(squares[rows].mT, self.inputs[rows].square())
         return self._assemble(result)
+
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        (each,) = self.layout.factored(weights.to(self.inputs))
+        pulled: Tensor = (self.deltas.squares(None) @ each).mul_(self.inputs.square())
+        return pulled.sum(1, dtype=torch.float64)
 
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         (w,) = self.layout.factored(weight.values)

@@ -34,8 +34,8 @@ class Spread:
         """So many samples more; a block without values has zeros."""
         if values:
             like = next(iter(values.values()))
-            rows = [values.get(name, like.new_zeros(size)) for name in self.blocks]
-            self._merge(torch.stack(rows, 1).double())
+            rows = (values.get(name, like.new_zeros(size)) for name in self.blocks)
+            self._merge(torch.stack([row.to(like.device) for row in rows], 1).double())
         else:
             self._merge(torch.zeros(size, len(self.blocks), dtype=torch.float64))
 

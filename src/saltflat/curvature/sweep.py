@@ -69,7 +69,7 @@ EVERY_PARAMETER: frozenset[Kind] = frozenset({"trace", "diagonal"})
 
 # What has a number for every sample that is worth keeping: of the normalized flatness, the scale of
 # the features is the samples' together.
-APART: frozenset[Kind] = frozenset({"trace", "columns", "rows", "flatness"})
+APART: frozenset[Kind] = frozenset({"trace", "columns", "rows", "flatness", "fisher"})
 
 FORMS: dict[Kind, Form] = {
     "columns": "columns",
@@ -116,7 +116,8 @@ def reduce(
             yield kind, value
     if "fisher" in kinds:
         assert weight is not None
-        yield "fisher", (term.diagonal(sign).double() * weight.values.double().square()).sum()
+        apart["fisher"] = term.weighted_squares(weight.values.square())
+        yield "fisher", apart["fisher"].sum()
 
 
 # What a direction costs that is sent backwards, in gradients: the pass itself, then the squares of
@@ -603,7 +604,8 @@ class ExactPass(Pass):
         """How the samples' parts of a quantity vary, on its scale; None if they do not count alike
         or are not known."""
         found = self.spreads.get(kind)
-        return None if found is None else found.scaled(self.samples / self.divisor)
+        share = self.samples / self.divisor
+        return None if found is None else found.scaled(share**2 if kind == "fisher" else share)
 
     def _directions(self, chunk: Chunk) -> Iterator[Directions]:
         """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""

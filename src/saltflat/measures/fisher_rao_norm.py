@@ -50,7 +50,13 @@ class FisherRaoNorm(Measure):
             return self._liang(context)
         fisher = context.quantity("fisher")
         by_layer = {x.name: float(fisher.values[x.parameter]) for x in context.layers}
-        return self.measurement(value=sum(by_layer.values()), exact=True, by_layer=by_layer)
+        every = {layer.parameter: 1.0 for layer in context.layers}
+        return self.measurement(
+            value=sum(by_layer.values()),
+            exact=True,
+            sampling=fisher.sampling(every),
+            by_layer=by_layer,
+        )
 
     def _liang(self, context: Context) -> Measurement:
         risk, loss = context.risk, context.loss

@@ -35,11 +35,15 @@ class Report(Results[Measurement]):
     """Measurements by name.
 
     `skipped` says why a measure is not among them. `left_out` are those that nobody asked for and
-    that are not computed unasked, with their prices in gradients.
+    that are not computed unasked, with their prices in gradients. `standing` tells the loss, and
+    whether the model is at a minimum of it; None in files of before there was one.
+
+    The column "sampling" holds `Measurement.sampling` as a share of the value: what is exact on
+    these samples is still an estimate for the population that they come from.
 
     The column "cost, gradients" holds what was spent: passes over the data, counted at fixed prices
     (see `saltflat.work`), a gradient being one forward and one backward pass. The sweep that
-    measures share stands once, in the last row; what a measure took besides is in its own.
+    measures share stands once, in a row at the end; what a measure took besides is in its own.
 
     Examples
     --------
@@ -339,10 +343,21 @@ class Comparison(Results[Report]):
         return joined.set_index(["model", "measure"])
 
     def table(self, width: int) -> Table:
-        several = len(self) > 1
-        need = 30 + sum(max(13, len(name) + 2) for name in self) + 22 * several
-        wide = width >= max(WIDE, need + 20)
-        table = framed(wide, "")
+        values = [
+            (measure, [_cell(r.measurements.get(measure)) for r in self.values()])
+            for measure in self.measures
+        ]
+        rows = [*self._standings(), *values]
+        longest = [max(map(len, cells)) for cells in zip(self, *(c for _, c in rows), strict=True)]
+        need = max(len(name) for name, _ in rows) + sum(3 + length for length in longest)
+        need += (3 + _VERDICT) * (len(self) > 1)
+        if need > width:
+            return self._long(rows)
+        return self._side_by_side(rows, wide=width >= max(WIDE, need + 40))
+
+    def _side_by_side(self, rows: list[tuple[str, list[str]]], wide: bool) -> Table:
+        """A column a model."""
+        several, table = len(self) > 1, framed(wide, "")
         table.add_column("measure", no_wrap=True)
         for name in self:
             table.add_column(escape(name), justify="right", no_wrap=True)
@@ -350,21 +365,36 @@ class Comparison(Results[Report]):
             table.add_column("verdict")
         if wide:
             table.add_column("invariant to")
-        for words, cells in self._standings():
-            table.add_row(words, *cells, *([""] * (several + wide)))
-        if any(report.standing for report in self.values()):
-            table.add_section()
-        for measure in self.measures:
-            one = next(r[measure] for r in self.values() if measure in r)
-            row = [measure, *(_cell(r.measurements.get(measure)) for r in self.values())]
-            row += [escape(self.flattest(measure))] * several
-            table.add_row(*row, *([invariance(one.invariant_to)] if wide else []))
-        for name, price in self.left_out.items():
+        before = len(rows) - len(self.measures)
+        for index, (name, cells) in enumerate(rows):
+            own = index >= before
+            verdict = [escape(self.flattest(name)) if own else ""] if several else []
+            invariant = [self._invariance(name) if own else ""] if wide else []
+            table.add_row(name, *cells, *verdict, *invariant, end_section=index == before - 1)
+        for name, price in self.left_out.items() if wide else ():
             words = f"[dim]not computed, about {price:.0f} gradients: {ASK}[/]"
-            if wide:
-                table.add_row(name, *("–" for _ in self), *([""] * several), words)
+            table.add_row(name, *("–" for _ in self), *([""] * several), words)
         table.caption = escape("\n".join(self._captions(wide))) or None
         return table
+
+    def _long(self, rows: list[tuple[str, list[str]]]) -> Table:
+        """A row a model and measure, where there is no room for a column a model."""
+        table, before = framed(False, ""), len(rows) - len(self.measures)
+        table.add_column("measure", no_wrap=True)
+        table.add_column("model", overflow="fold")
+        table.add_column("value", justify="right", no_wrap=True)
+        for index, (name, cells) in enumerate(rows):
+            for k, (model, cell) in enumerate(zip(self, cells, strict=True)):
+                table.add_row("" if k else name, escape(model), cell)
+            if index >= before:
+                verdict = self.flattest(name) if len(self) > 1 else ""
+                table.add_row("", f"[dim]{escape(verdict)}[/]", "")
+        kinds = [f"{name} is invariant to {self._invariance(name)}" for name in self.measures]
+        table.caption = escape("\n".join([*self._captions(False), *kinds]))
+        return table
+
+    def _invariance(self, measure: str) -> str:
+        return invariance(next(r[measure] for r in self.values() if measure in r).invariant_to)
 
     def _standings(self) -> Iterator[tuple[str, list[str]]]:
         stands = [report.standing for report in self.values()]
@@ -379,21 +409,31 @@ class Comparison(Results[Report]):
     def _captions(self, wide: bool) -> list[str]:
         lines = [f"  {problem}" for problem in self.problems]
         lines = ["Not comparable:", *lines] if lines else []
-        reasons: dict[str, list[str]] = {}
-        twins = {(v.first, v.second): None for v in self.verdicts if v.word == "same function"}
-        lines += [f"{first} and {second} are the same function" for first, second in twins]
+        lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
+        if away := [n for n, r in self.items() if r.standing and not r.standing.minimum]:
+            lines.append(f"not at a minimum, and so not comparable: {', '.join(away)}")
+        reasons: dict[str, dict[str, None]] = {}
         for v in self.verdicts:
-            if v.reason and v.reason not in SAME.values():
-                pair = f"{v.measure}: " if v.word == "flatter" else f"{v.first}, {v.second}: "
-                told = v.reason if v.word == "flatter" else f"not comparable: {v.reason}"
-                reasons.setdefault(told, []).append(pair)
-        for told, pairs in reasons.items():
-            who = ", ".join(dict.fromkeys(pair.removesuffix(": ") for pair in pairs))
-            lines.append(f"{who}: {told}")
+            who = v.measure if v.word == "flatter" else f"{v.first} and {v.second}"
+            if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & {*away}:
+                reasons.setdefault(v.reason, {})[who] = None
+        told = [f"{', '.join(who)}: {reason}" for reason, who in reasons.items()]
+        lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]
         if self.left_out and not wide:
             prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
             lines.append(f"not computed: {', '.join(prices)}; {ASK}")
         return lines
+
+    def _twins(self) -> list[dict[str, None]]:
+        """The models that are the same function, together."""
+        groups: list[dict[str, None]] = []
+        for v in self.verdicts:
+            if v.word == "same function":
+                own = [group for group in groups if v.first in group or v.second in group]
+                if not own:
+                    groups.append({})
+                (own or groups[-1:])[0].update({v.first: None, v.second: None})
+        return groups
 
 
 def _cell(m: Measurement | None) -> str:
@@ -404,6 +444,10 @@ def _cell(m: Measurement | None) -> str:
 
 # From so many columns on, tables have frames and all their columns.
 WIDE = 110
+# Columns that a verdict takes at least, in two lines.
+_VERDICT = 15
+# Reasons that are told below a comparison.
+_TOLD = 8
 
 
 def framed(wide: bool, title: str) -> Table:

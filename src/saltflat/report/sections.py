@@ -82,7 +82,7 @@ def summary(source: Provenance, standing: Standing | None, notes: Sequence[str])
     }
     if source.frozen:
         facts["frozen, not measured"] = ", ".join(source.frozen)
-    text = "" if standing is None else f"The model is {standing.verdict}."
+    text = "" if standing is None else f"{standing.verdict[0].upper()}{standing.verdict[1:]}."
     return Section("Summary", text, facts, notes=notes)
 
 
@@ -93,11 +93,11 @@ def _stands(standing: Standing) -> dict[str, str]:
     """Where a model stands, as facts."""
     error = "" if standing.sampling is None else f" ± {standing.sampling:.2g} for the population"
     facts = {"loss at the model": f"{standing.loss:.4g}{error}"}
-    if standing.chance is not None:
-        facts["loss by chance"] = f"{standing.chance:.4g}"
     if standing.accuracy is not None:
-        facts["accuracy"] = f"{100 * standing.accuracy:.4g} %"
-    return facts | {"a minimum?": standing.word, "gradient norm": f"{standing.gradient_norm:.3g}"}
+        facts["accuracy on these data"] = f"{standing.accuracy:.2%}"
+    if standing.chance is not None:
+        facts["loss of constant outputs"] = f"{standing.chance:.4g}"
+    return facts | {"length of the gradient": f"{standing.gradient_norm:.3g}"}
 
 
 def measures(
@@ -131,10 +131,9 @@ def measures(
         head.pop(_SAMPLING)
         rows = [[*row[:_SAMPLING], *row[_SAMPLING + 1 :]] for row in rows]
     if spent:
-        text += (
-            f" In all it took {sum(spent.values()):.0f} gradients, {gradients(spent['curvature'])} "
-        )
-        text += "of them for what the measures share."
+        shared = gradients(spent["curvature"])
+        text += f" In all it took {sum(spent.values()):.0f} gradients"
+        text += f", {shared} of them for what the measures share." if shared else "."
     notes = [f"{m.name}: {note}" for m in measurements.values() for note in m.notes]
     notes += [f"{name} does not apply: {reason}" for name, reason in skipped.items()]
     numeric = frozenset(k for k, name in enumerate(head) if name in _NUMBERS)

@@ -43,6 +43,9 @@ class Verdict(Told):
     samples. The reason says what is wanting, or what else is to be said. "same function" are models
     with the same outputs: what differs between them is the scale of their parameters.
 
+    Errors of the samples are taken as if each model had samples of its own. Both have the same,
+    which as a rule move their values alike, so that this errs toward "not distinguishable".
+
     Examples
     --------
     >>> import torch, saltflat as sf
