@@ -290,6 +290,17 @@ def test_the_data_of_figures_are_json(page_file: Path) -> None:
     assert all(set(each) == {"traces", "layout", "csv", "name"} for each in figures)
 
 
+def test_parts_are_taken_alone_and_in_lists(results: Results) -> None:
+    lines, monitor = results.parts["landscape"], results.parts["history"]
+    for parts, titles in (
+        ({"landscape": lines[0]}, [lines[0].title]),
+        ({"landscape": tuple(lines)}, [line.title for line in lines]),
+        ({"history": monitor}, ["Training"]),
+        ({"history": monitor.history}, ["Training"]),
+    ):
+        assert [section.title for section in sections.further(parts)] == titles
+
+
 def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
     standing = sf.Standing(0.123456789, 0.01, 0.75, 1.4, gradient_norm=1e-3, decrease=0.1)
     section = sections.summary(results.report.provenance, standing, ("a note",))
@@ -310,11 +321,7 @@ def test_measures_that_are_not_there_are_told(results: Results) -> None:
     rows = {row[0].text: row for row in table.rows}
     assert rows["bn_sharpness"][2].text == "does not apply"
     assert [cell.text for cell in rows["sam_sharpness"]][1:] == [
-        "–",
-        "not computed",
-        "",
-        "about 21",
-        "",
+        *("–", "not computed", "", "", "about 21", "")
     ]
 
 
@@ -378,8 +385,8 @@ def test_json_holds_the_report_alone(part: str, results: Results, tmp_path: Path
 def test_other_endings_are_refused(results: Results, tmp_path: Path) -> None:
     with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
         results.report.save(tmp_path / "run.txt")
-    with pytest.raises(sf.InvalidValue, match=r"A comparison is saved as .json. Got 'x.txt'"):
-        results.parts["comparison"].save(tmp_path / "x.txt")
+    with pytest.raises(sf.InvalidValue, match=r"A page is saved as .html. Got 'x.json'"):
+        html.write(tmp_path / "x.json", "", [])
 
 
 def test_every_measure_is_explained_in_a_sentence() -> None:

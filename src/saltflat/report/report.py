@@ -321,7 +321,9 @@ class Comparison(Results[Report]):
     def sections(self) -> list[html.Section]:
         """What a page shows of it."""
         values = {name: report.measurements for name, report in self.items()}
-        return [sections.comparison(values, self.measures, self.problems)]
+        stands = {name: report.standing for name, report in self.items()}
+        verdicts = {measure: self.flattest(measure) for measure in self.measures}
+        return [sections.comparison(values, verdicts, stands, self._captions(wide=False))]
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
