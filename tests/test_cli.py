@@ -262,6 +262,8 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data empty.npz", 1, ["no samples"]),
     ("measure NET:make --data data.npz --checkpoint none.pt", 3, ["none.pt"]),
     ("measure NET:make --data data.npz --unpack NET:three", 3, ["--unpack"]),
+    ("audit NET:make --data data.npz --dtype float32", 2, ["no use"]),
+    ("compare a.json b.json --data data.npz", 2, ["--data"]),
     ("data empty.py:x", 3, ["empty.py"]),
 ]
 

@@ -95,15 +95,8 @@ def measure(
 
 
 def _measured(request: Request, model: nn.Module, data: Any, names: Any) -> sf.Report:
-    return sf.measure(
-        model,
-        data,
-        measures=names,
-        curvature=request.curvature.value,
-        tolerance=request.tolerance,
-        seed=request.seed,
-        **request.arguments(model),
-    )
+    options = {**request.search(), **request.arguments(model)}
+    return sf.measure(model, data, measures=names, **options)
 
 
 @app.command(
@@ -141,6 +134,7 @@ def compare(
     """Put several models side by side, and say if their numbers can be compared."""
     with speaking(request.voice, (save, html)):
         if all(name.endswith(".json") for name in models):
+            request.refuse("data", "loss", "samples", "output", "unpack", "dtype", "device")
             comparison = sf.Comparison({Path(name).stem: _saved(Path(name)) for name in models})
         else:
             contenders = _contenders(models, checkpoint or [])
@@ -211,21 +205,12 @@ def audit(
 ) -> None:
     """See which measures move under rescalings that keep the function (in float64)."""
     with speaking(request.voice, (save, html)):
+        request.refuse("dtype")
         names, data = measure_names(measures), request.load_data()
         loaded = request.load_model(model, checkpoint)
-        arguments = request.arguments(loaded)
-        del arguments["dtype"]
-        found = sf.audit(
-            loaded,
-            data,
-            measures=names,
-            elements=elements,
-            spread=spread,
-            curvature=request.curvature.value,
-            tolerance=request.tolerance,
-            seed=request.seed,
-            **arguments,
-        )
+        options = {**request.search(), **request.arguments(loaded)}
+        del options["dtype"]
+        found = sf.audit(loaded, data, measures=names, elements=elements, spread=spread, **options)
         request.voice.result(found)
         keep(request.voice, found, save, html)
         if not found.ok:
@@ -251,9 +236,8 @@ def balance(
             raise typer.BadParameter("Weights are written as .safetensors.", param_hint="--save")
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
-        arguments = {**request.arguments(loaded), "tolerance": request.tolerance}
-        arguments |= {"seed": request.seed, "curvature": request.curvature.value}
-        result = balancing.balanced(loaded, data, arguments)
+        options = {**request.search(), **request.arguments(loaded)}
+        result = balancing.balanced(loaded, data, options)
         request.voice.result(result, result.content)
         if save is not None:
             result.save(save)
@@ -273,7 +257,8 @@ def bench(
     with speaking(request.voice):
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
-        result = speed.bench(loaded, data, request.arguments(loaded), repeats)
+        options = {**request.search(), **request.arguments(loaded)}
+        result = speed.bench(loaded, data, options, repeats)
         request.voice.result(result, result.content)
 
 

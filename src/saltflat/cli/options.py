@@ -167,6 +167,21 @@ class Request:
             raise typer.BadParameter(f"It is needed: {DATA_FORMS}.", param_hint="--data")
         return load_data(self.data, self.samples)
 
+    def refuse(self, *names: str) -> None:
+        """Options that a command has no use for are not passed over in silence."""
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                hint = f"--{field.name}"
+                raise typer.BadParameter("This command has no use for it.", param_hint=hint)
+
+    def search(self) -> dict[str, Any]:
+        """Keywords of the functions that may have to estimate."""
+        return {
+            "curvature": self.curvature.value,
+            "tolerance": self.tolerance,
+            "seed": self.seed,
+        }
+
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Keywords of saltflat's functions."""
         return {
