@@ -127,6 +127,14 @@ def test_options_reach_the_function(place: Path) -> None:
     assert own["provenance"]["loss"] == "squares"
 
 
+def test_what_is_drawn_at_random_follows_the_seed(place: Path) -> None:
+    """Also where the module draws numbers when it is imported, which it is once."""
+    options = [net(place, "make"), "--data", "data.npz", "-m", "rho", "--json"]
+    runs = [run("measure", *options, "--seed", seed).stdout for seed in ("1", "1", "2")]
+    one, again, other = (json.loads(text)["provenance"]["model_hash"] for text in runs)
+    assert one == again != other
+
+
 def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
     for name in ("a", "b"):
         torch.save(make(place).state_dict(), f"{name}.pt")
