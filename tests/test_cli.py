@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from typer.testing import CliRunner, Result
 import saltflat as sf
 from saltflat.cli import app, main
 from saltflat.cli.running import Code
+from saltflat.work import Line, Work
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -44,6 +46,9 @@ class Pair(Net):
         return {"answer": super().forward(x), "other": x}
 
 def make(): return Net()
+def loud():
+    print("hello")
+    return Net()
 def wants(hidden): return Net(hidden)
 def broken(): raise RuntimeError("no such thing")
 def loader():
@@ -270,6 +275,9 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data empty.npz", 1, ["no samples"]),
     ("measure NET:make --data data.npz --checkpoint none.pt", 3, ["none.pt"]),
     ("measure NET:make --data data.npz --unpack NET:three", 3, ["--unpack"]),
+    ("measure NET:make --data data.npz --save run.txt", 2, [".json", "run.txt"]),
+    ("measure NET:make --data data.npz --html run.json", 2, [".html"]),
+    ("measure NET:make --data data.npz --save no/where.json", 2, ["not there"]),
     ("audit NET:make --data data.npz --dtype float32", 2, ["no use"]),
     ("compare a.json b.json --data data.npz", 2, ["--data"]),
     ("data empty.py:x", 3, ["empty.py"]),
@@ -299,6 +307,14 @@ def test_errors_are_json_too(place: Path) -> None:
     error = json.loads(result.stdout)["error"]
     assert (error["kind"], error["exit"]) == ("LoadError", Code.NOT_LOADED)
     assert "makes" in error["message"]
+
+
+def test_what_a_model_prints_is_kept_out_of_json(place: Path) -> None:
+    options = [net(place, "loud"), "--data", "data.npz", "-m", "rho"]
+    result = run("measure", *options, "--json")
+    assert json.loads(result.stdout)["measurements"]
+    assert "hello" in result.stderr
+    assert "hello" in run("measure", *options).stdout
 
 
 def test_a_traceback_is_shown_if_asked(place: Path) -> None:
@@ -393,6 +409,23 @@ def test_an_interruption_leaves_a_partial_report(place: Path, where: str, partia
     assert report["hessian_trace"].exact
     assert "interrupted" in report.skipped["sam_sharpness"]
     assert "partial" in err
+
+
+def test_progress_tells_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    line = Line(stream, eager=True)
+    work = Work(line=line)
+    work.total, work.step = 100.0, "rho"
+    work.add(samples=10, price=2.0)
+    line._move(10.0)
+    assert stream.getvalue() == "\rsaltflat: rho, 20%, 10 s, 2 samples/s, about 40 s left"
+    monkeypatch.setenv("COLUMNS", "30")
+    line._move(10.0)
+    assert len(stream.getvalue().rpartition("\r")[2].rstrip()) < 30
 
 
 def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

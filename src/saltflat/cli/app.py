@@ -22,6 +22,7 @@ from saltflat.cli.options import (
     Model,
     Request,
     Save,
+    Weights,
     measure_names,
     with_request,
 )
@@ -224,16 +225,12 @@ def audit(
 def balance(
     model: Model,
     checkpoint: Checkpoint = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the balanced weights to FILE.safetensors.")
-    ] = None,
+    save: Weights = None,
     *,
     request: Request,
 ) -> None:
     """Rescale the weights to the least trace of the Hessian, with the same function."""
     with speaking(request.voice):
-        if save is not None and save.suffix != ".safetensors":
-            raise typer.BadParameter("Weights are written as .safetensors.", param_hint="--save")
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
         options = {**request.search(), **request.arguments(loaded)}

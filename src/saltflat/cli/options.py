@@ -86,8 +86,40 @@ _DATA = _option(
     panel=MEASURED,
     autocompletion=lambda incomplete: [n for n in BUILT_IN if n.startswith(incomplete)],
 )
-Save = Annotated[Path | None, _option("--save", help="Write the result to FILE.json.", panel=_OUT)]
-Html = Annotated[Path | None, _option("--html", help="Write a page FILE.html.", panel=_OUT)]
+
+
+def _written(*suffixes: str) -> Callable[[Path | None], Path | None]:
+    """Checks a path that is written to in the end, before anything is computed."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and path.suffix not in suffixes:
+            raise typer.BadParameter(f"It must end in {' or '.join(suffixes)}. Got {path.name!r}.")
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise typer.BadParameter(f"{path} is a folder, or in one that is not there.")
+        return path
+
+    return check
+
+
+Save = Annotated[
+    Path | None,
+    _option(
+        "--save", help="Write the result to FILE.json.", panel=_OUT, callback=_written(".json")
+    ),
+]
+Html = Annotated[
+    Path | None,
+    _option("--html", help="Write a page FILE.html.", panel=_OUT, callback=_written(".html")),
+]
+Weights = Annotated[
+    Path | None,
+    _option(
+        "--save",
+        help="Write the weights to FILE.safetensors.",
+        panel=_OUT,
+        callback=_written(".safetensors"),
+    ),
+]
 
 
 @final
