@@ -92,7 +92,8 @@ def example(**fields: Any) -> Audit:
     return Audit(**values | fields)
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "130")
     found = example()
     assert not found.ok
     text = str(found)

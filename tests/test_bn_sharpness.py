@@ -28,7 +28,7 @@ from perturbed import (
 from scipy.integrate import quad
 from torch import Tensor, nn
 
-from saltflat.landscape import BatchLandscape, Filters
+from saltflat.landscape import BatchSurface, Filters
 from saltflat.measures import BNSharpness, NotApplicable
 from saltflat.measures.bn_sharpness import Directions, feeding
 
@@ -120,7 +120,7 @@ def test_units_that_feed_batchnorm(
             if fed[layer.parameter].any()
         }
         assert found == expected
-        surface = BatchLandscape(context.risk, list(fed))
+        surface = BatchSurface(context.risk, list(fed))
         base = surface.value()
         for layer in context.layers:
             for unit, here in enumerate(fed[layer.parameter]):

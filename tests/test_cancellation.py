@@ -154,7 +154,7 @@ def ours(left: Tensor, right: Tensor, w: Tensor, sign: Tensor | None) -> dict[st
     return {
         "diagonal": layout.factored(term.diagonal(s)),
         "trace": term.trace(s),
-        "flatness": term.form("flatness", weight, s),
+        "flatness": term.form("flatness", weight, s)[0],
     }
 
 
@@ -275,7 +275,7 @@ def test_flatness_of_one_row(a: int, b: int) -> None:
     w, deltas = nearly_singular(a, b)
     inputs = torch.randn(50, b, generator=torch.Generator().manual_seed(4))
     term = RankOne(Deltas(deltas), inputs, Layout())
-    got = term.form("flatness", Weight(w, Matrix()), None)
+    got = term.form("flatness", Weight(w, Matrix()), None)[0]
 
     def terms(delta: Tensor, x: Tensor, w: Tensor) -> Tensor:
         return ((delta @ w).double().square() * x.double().square().sum(1, keepdim=True)).flatten()
@@ -292,7 +292,7 @@ def test_flatness_of_an_embedding() -> None:
     index = torch.randint(0, 40, (50, 1), generator=torch.Generator().manual_seed(4))
     table = w.mT.contiguous()
     term = Lookup(index, [d.unsqueeze(1) for d in deltas], 40)
-    got = term.form("flatness", Weight(table, Matrix(out=1)), None)
+    got = term.form("flatness", Weight(table, Matrix(out=1)), None)[0]
     truth = (deltas.double() @ w.double()).square().flatten()
     naive = (deltas @ w).double().square().flatten()
     assert got > 0
@@ -304,7 +304,7 @@ def test_flatness_written_out() -> None:
     w, deltas = nearly_singular(5, 40)
     inputs = torch.randn(50, 1, 40, generator=torch.Generator().manual_seed(4))
     gradient = deltas.unsqueeze(-1) * inputs
-    got = written_out(gradient, Weight(w, Matrix()), None, "flatness")
+    got = written_out(gradient, Weight(w, Matrix()), None, "flatness")[0]
     naive = (w.mT @ gradient).double().square().flatten()
     truth = (w.mT.double() @ gradient.double()).square().flatten()
     assert got > 0

@@ -95,8 +95,7 @@ def test_a_measure_says_whose_its_neurons_are() -> None:
 
     model = nn.Sequential(nn.Linear(3, 3)).double()
     table = sf.measure(model, DATA, measures=[Named(), "kappa_trace"]).neurons("0")
-    headings = [str(column.header) for column in table.columns]
-    assert headings == ["neuron", "named, heads", "kappa_trace, input units"]
+    assert (table.rows, *table.columns) == ("neuron", "named, heads", "kappa_trace, input units")
 
 
 # Names that are a choice of somebody else's, by room: what a monitor or a penalty takes by default

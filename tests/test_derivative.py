@@ -227,3 +227,28 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", HONEST)
 def test_accepted(name: str, dtype: torch.dtype) -> None:
     sf.trace(HONEST[name]().to(dtype), data(dtype), estimator=sf.Hutchinson(probes=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("spread", [100.0, 1000.0])
+def test_rescaled_networks_are_taken(dtype: torch.dtype, spread: float) -> None:
+    """Small steps along the gradients of units that were scaled down are large for them."""
+    torch.manual_seed(0)
+    widths = nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
+    model = nn.Sequential(*widths).double()
+    x, y = torch.randn(128, 16).double(), torch.arange(128) % 4
+    group = sf.symmetries(model, x[:4])
+    before = sf.trace(model, (x, y))
+    for seed in range(4):
+        twin = group.random(seed=seed, spread=spread)(model).to(dtype)
+        assert sf.trace(twin, (x.to(dtype), y)).total > 10 * before.total
+        rounds = nn.Sequential(*twin[:3], Through(), *twin[3:])
+        with pytest.raises(sf.ModelError, match="not the derivative"):
+            sf.trace(rounds, (x.to(dtype), y))
+
+
+class Through(nn.Module):
+    """Larger in the forward pass alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * 0.3).detach()

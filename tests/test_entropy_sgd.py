@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from networks import seq
 from torch import Tensor, nn
 
+from saltflat.datasets import digits
 from saltflat.errors import SaltflatError
 from saltflat.training.entropy_sgd import EntropySGD
+from saltflat.zoo import mlp
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(12) % 3
@@ -77,17 +80,19 @@ def train(model: nn.Module, optimizer: EntropySGD, rounds: int, closure: bool) -
 
 
 @pytest.mark.parametrize("closure", [True, False])
-def test_equals_the_published_algorithm(closure: bool) -> None:
+@pytest.mark.parametrize("as_published", [True, False])
+def test_equals_the_published_algorithm(closure: bool, as_published: bool) -> None:
     eta, alpha, inner_lr, gamma = 0.8, 0.3, 0.2, 0.7
     model = network()
     optimizer = EntropySGD(
         model.parameters(),
-        lr=eta * alpha * inner_lr,
+        lr=eta if as_published else eta * inner_lr * (1 - (1 - alpha) ** 3),
         steps=3,
         gamma=gamma,
         noise=0,
         inner_lr=inner_lr,
         averaging=alpha,
+        published=as_published,
     )
     train(model, optimizer, 4, closure)
     constants = {"eta": eta, "alpha": alpha, "inner_lr": inner_lr}
@@ -99,7 +104,7 @@ def test_equals_the_published_algorithm(closure: bool) -> None:
 def test_noise_has_the_published_size() -> None:
     """Where the loss is flat and γ = 0, x' is a random walk of variance steps η' ε²."""
     w = torch.zeros(20000, dtype=torch.float64, requires_grad=True)
-    optimizer = EntropySGD([w], lr=1.0, steps=5, gamma=0.0, noise=0.3, inner_lr=0.04)
+    optimizer = EntropySGD([w], lr=0.04, steps=5, gamma=0.0, noise=0.3, inner_lr=0.04)
     for _ in range(4):
         w.grad = torch.zeros_like(w)
         optimizer.step()
@@ -148,10 +153,75 @@ def test_scoping_and_inner_momentum() -> None:
         buffer = beta * x + first
         second = first - eta * (buffer - now * (x - first))
         mean = 0.75 * (0.75 * x + 0.25 * first) + 0.25 * second
-        d = (x - mean) / (0.25 * eta)
+        d = (x - mean) / ((1 - 0.75**2) * eta)
         outer = d if outer is None else 0.5 * outer + d
         x -= 0.05 * outer
         assert math.isclose(float(w.detach()), x, rel_tol=1e-12)
+
+
+def test_goes_to_the_average_of_the_inner_steps_where_both_rates_are_the_same() -> None:
+    model, reference = network(), network()
+    optimizer = EntropySGD(model.parameters(), lr=0.2, steps=3, gamma=0.0, noise=0)
+    train(model, optimizer, 1, closure=True)
+    moving = [p.detach().clone() for p in reference.parameters()]
+    seen = []
+    for data in BATCHES:
+        moving = [
+            m - 0.2 * g for m, g in zip(moving, gradient(reference, moving, *data), strict=True)
+        ]
+        seen.append(moving)
+    weights = [0.75**2, 0.75, 1.0]
+    average = [
+        sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+        for values in zip(*seen, strict=True)
+    ]
+    assert distance(model, average) < 1e-12
+
+
+def test_every_group_has_its_own_inner_rate() -> None:
+    first, second = network().parameters(), network().parameters()
+    optimizer = EntropySGD([{"params": first, "lr": 0.5}, {"params": second}], lr=0.2)
+    assert [group["inner_lr"] for group in optimizer.param_groups] == [0.5, 0.2]
+    assert EntropySGD(network().parameters(), lr=1.0, published=True).param_groups[0][
+        "inner_lr"
+    ] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("options", [{"lr": 1.0, "inner_lr": 0.1}, {"lr": 4.0, "published": True}])
+def test_warns_of_a_step_far_beyond_the_average(options: dict) -> None:
+    with pytest.warns(UserWarning, match="the way to the average") as heard:
+        EntropySGD(network().parameters(), **options)
+    assert heard[0].filename == __file__
+
+
+def accuracy_on_digits(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> float:
+    train_x, train_y, test_x, test_y = digits()
+    torch.manual_seed(seed)
+    model = mlp([64, 32, 10])
+    optimizer = make(model)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(400):
+        chosen = torch.randint(len(train_x), (64,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(train_x[chosen]), train_y[chosen]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float((model(test_x).argmax(1) == test_y).float().mean())
+
+
+def test_learns_the_digits_at_the_rate_of_sgd() -> None:
+    """README's line; without the division by the weight of the average it diverges."""
+
+    def mean(make: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
+        return sum(accuracy_on_digits(make, seed) for seed in range(4)) / 4
+
+    plain = mean(lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    entropy = mean(lambda m: EntropySGD(m.parameters(), lr=0.1, steps=20))
+    assert entropy > plain - 0.02
+    assert plain > 0.85
+    with pytest.warns(UserWarning, match="diverges"):
+        far = mean(lambda m: EntropySGD(m.parameters(), lr=4.0, steps=20, published=True))
+    assert far < 0.5
 
 
 def test_running_statistics_on_request() -> None:

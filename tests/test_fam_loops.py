@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import warnings
 import weakref
@@ -76,6 +77,71 @@ def test_autocast(layer: str) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("size", [0.01, 1.0, 50.0])
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_the_share_is_a_bound_that_is_reached_where_the_penalty_is_large(
+    size: float, share: float
+) -> None:
+    """Against the penalty at strength 1 and the loss; the factor takes no part in the gradient."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, K)).double(), torch.randn(N, 4, dtype=torch.float64)
+    x[:, 2:] = 0  # so that these columns of the weight count in the penalty alone
+    with torch.no_grad():
+        model[0].weight[:, :2] *= min(size, 1)
+        model[0].weight[:, 2:] *= size
+    weights = list(model.parameters())
+    with FAM(model, "0", 1.0) as fam:
+        loss = F.cross_entropy(model(x), LABELS)
+        full = fam(LABELS)
+        plain = torch.autograd.grad(full, weights)
+    factor = (share / (1 - share) * loss / (loss + full)).item()
+    with FAM(model, "0", share=share) as fam:
+        model(x)
+        penalty = fam(LABELS)
+        gradients = torch.autograd.grad(penalty, weights)
+        assert penalty.item() == pytest.approx(factor * full.item(), rel=1e-10)
+        for own, other in zip(gradients, plain, strict=True):
+            assert torch.allclose(own, factor * other, rtol=1e-10, atol=1e-12)
+        part = (penalty / (penalty + loss)).item()
+        assert fam.current_share == pytest.approx(part, rel=1e-10)
+        assert fam.current_strength == pytest.approx(factor, rel=1e-10)
+        assert part < share
+        assert (part > 0.9 * share) == (size > 1)
+        assert f"share={share:g}; {part:.2g} of the objective" in repr(fam)
+
+
+def test_strength_or_share() -> None:
+    model, x = make("relu")
+    with FAM(model, "2", 0.3) as fam:
+        assert (fam.strength, fam.share) == (0.3, None)
+        assert math.isnan(fam.current_share)
+        loss = F.cross_entropy(model(x), LABELS).item()
+        penalty = fam(LABELS).item()
+        assert fam.current_strength == 0.3
+        assert fam.current_share == pytest.approx(penalty / (penalty + loss))
+        fam.share = 0.1
+        assert (fam.strength, fam.share) == (None, 0.1)
+        for copied in (copy.deepcopy(fam), pickle.loads(pickle.dumps(fam))):
+            assert (copied.strength, copied.share) == (None, 0.1)
+        state = fam.state_dict()
+        fam.strength = 0.0
+        model(x)
+        assert fam(LABELS).item() == fam.current_share == fam.current_strength == 0.0
+        fam.load_state_dict(state)
+        assert (fam.strength, fam.share) == (None, 0.1)
+
+
+def test_a_penalty_that_is_zero_has_no_share() -> None:
+    model, x = make("relu")
+    with torch.no_grad():
+        model[2].weight.zero_()
+    with FAM(model, "2") as fam:
+        model(x)
+        fam(LABELS).backward()
+        assert fam.current_share == 0.0
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["compile first", "FAM first"])
 def test_compiled(order: str) -> None:
@@ -107,6 +173,10 @@ def test_compiled_before_the_hooks_came() -> None:
         torch.compiler.reset()
         compiled(x)
         assert fam(LABELS) != 0
+        with pytest.raises(
+            sf.ModelError, match=r"already used. Call fam\(targets\) once.*gradients.$"
+        ):
+            fam(LABELS)  # no word of compiling
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -265,7 +335,8 @@ def test_copies_of_fam() -> None:
         model(x)
         value = fam(LABELS).item()
         for other in (copy.deepcopy(fam), pickle.loads(pickle.dumps(fam))):
-            assert repr(other) == repr(fam)
+            # The last call is not copied, whose share is told after the semicolon.
+            assert repr(other) == repr(fam).partition(";")[0] + ")"
             assert other.model is not model
             other.model(x)
             assert other(LABELS).item() == value
@@ -278,7 +349,7 @@ def test_default_layer_is_said_aloud() -> None:
     with pytest.warns(UserWarning, match="FAM regularizes '6', the last Linear layer"):
         fam = FAM(model)
     assert fam.layers == ("6",)
-    assert repr(fam) == "FAM(relative flatness of '6', strength=0.1)"
+    assert repr(fam) == "FAM(relative flatness of '6', share=0.05)"
     fam.remove()
     encoder = nn.TransformerEncoderLayer(4, 2, 8)
     with pytest.warns(UserWarning, match="'linear2'"), FAM(encoder):
@@ -320,7 +391,12 @@ def test_bad_arguments() -> None:
     for strength in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite and not negative"):
             FAM(model, "", strength)
-    for wrong in ("1", None, True):
+    for share, words in ((1.0, "below 1"), (-0.1, "not negative"), (float("nan"), "finite")):
+        with pytest.raises(ValueError, match=words):
+            FAM(model, "", share=share)
+    with pytest.raises(ValueError, match=r"a strength or a share. Got strength=0.1 and share=0.2"):
+        FAM(model, "", 0.1, share=0.2)
+    for wrong in ("1", True):
         with pytest.raises(TypeError, match="strength must be a number"):
             FAM(model, "", wrong)
     with pytest.raises(TypeError, match=r"must be saltflat.Hutchinson or None. Got str"):

@@ -17,7 +17,7 @@ from untouched import assert_untouched, fingerprint
 
 import saltflat as sf
 from saltflat.errors import DataError
-from saltflat.landscape import BatchLandscape, Landscape
+from saltflat.landscape import BatchSurface, RiskSurface
 from saltflat.losses import CustomLoss, JointLoss
 from saltflat.measures import (
     AdaptiveSharpness,
@@ -61,7 +61,7 @@ def test_value_and_gradient_of_the_whole_at_once(loss: Any, chunk: int) -> None:
     expected = called(loss, functional_call(model, moved, (x,)), y)
     gradient = torch.autograd.grad(expected, [moved["0.weight"], moved["2.weight"]])
     with context_of(model, batches, loss) as context:
-        landscape = Landscape(context.risk, ["0.weight", "2.weight"])
+        landscape = RiskSurface(context.risk, ["0.weight", "2.weight"])
         landscape.chunk = chunk // 2
         value, found = landscape.gradient(v)
         assert landscape.value(v) == pytest.approx(value, rel=1e-14)
@@ -77,8 +77,8 @@ def test_a_loss_that_was_classified_before_is_the_same() -> None:
     for loss in (mean_of, CustomLoss(mean_of, mean=True), JointLoss(mean_of)):
         with context_of(model, data, mean_of) as context:
             context.risk.loss = loss
-            found.append(BatchLandscape(context.risk, ["0.weight"]).gradient())
-            found.append(Landscape(context.risk, ["0.weight"]).gradient())
+            found.append(BatchSurface(context.risk, ["0.weight"]).gradient())
+            found.append(RiskSurface(context.risk, ["0.weight"]).gradient())
     for value, gradient in found:
         assert value == pytest.approx(found[0][0], rel=1e-13)
         torch.testing.assert_close(gradient, found[0][1], rtol=1e-12, atol=1e-14)
@@ -87,8 +87,8 @@ def test_a_loss_that_was_classified_before_is_the_same() -> None:
 def test_small_memory_does_not_change_the_value() -> None:
     model, data = seeded(tiny), points()
     with context_of(model, data) as context:
-        wide = Landscape(context.risk, ["0.weight"])
-        narrow = Landscape(context.risk, ["0.weight"], memory_budget=1)
+        wide = RiskSurface(context.risk, ["0.weight"])
+        narrow = RiskSurface(context.risk, ["0.weight"], memory_budget=1)
         assert narrow.chunk == 1 < wide.chunk
         assert narrow.value() == pytest.approx(wide.value(), rel=1e-13)
 
@@ -119,7 +119,7 @@ def test_a_memory_budget_reaches_the_measures(measure: Measure) -> None:
 def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = seeded(tiny), points()
     with context_of(model, [(x[:3], y[:3]), (x[3:], y[3:])]) as context:
-        landscape = Landscape(context.risk, ["0.weight"])
+        landscape = RiskSurface(context.risk, ["0.weight"])
         landscape.chunk = 12
         expected = landscape.gradient()
         forward = context.risk.forward
@@ -138,7 +138,7 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(torch.OutOfMemoryError):
             landscape.value()
         with pytest.raises(DataError, match="smaller batches"):
-            BatchLandscape(context.risk, ["0.weight"]).value()
+            BatchSurface(context.risk, ["0.weight"]).value()
 
 
 def _no_memory(batch: Any) -> Tensor:
@@ -151,7 +151,7 @@ def _broken(batch: Any) -> Tensor:
 
 def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     with context_of(seeded(tiny), points()) as context:
-        surfaces = Landscape(context.risk, ["0.weight"]), BatchLandscape(context.risk, ["0.weight"])
+        surfaces = RiskSurface(context.risk, ["0.weight"]), BatchSurface(context.risk, ["0.weight"])
         monkeypatch.setattr(context.risk, "forward", _broken)
         for surface in surfaces:
             with pytest.raises(RuntimeError, match="something else"):
@@ -162,7 +162,7 @@ def test_overflow_is_an_error_that_says_so() -> None:
     model, data = seeded(relu), points(features=4, classes=3)
     huge = {n: 1e200 * torch.ones_like(w) for n, w in unflatten_all(model).items()}
     with context_of(model, data) as context:
-        landscape = Landscape(context.risk, list(huge))
+        landscape = RiskSurface(context.risk, list(huge))
         landscape.value()
         with pytest.raises(DataError, match="smaller radius"):
             landscape.value(huge)
@@ -187,7 +187,7 @@ class Coupled(nn.Module):
 def test_samples_that_depend_on_each_other_are_taken_together() -> None:
     model, (x, y) = seeded(Coupled), points()
     with context_of(model, [(x[:5], y[:5]), (x[5:], y[5:])]) as context:
-        value = Landscape(context.risk, ["fc.weight"]).value()
+        value = RiskSurface(context.risk, ["fc.weight"]).value()
     assert value == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-12)
 
 
@@ -236,11 +236,11 @@ def test_batch_statistics_are_those_of_training_without_dropout(
     )
     before, buffers = fingerprint(model), [b.tolist() for b in model.buffers()]
     with context_of(model, batches) as context:
-        surface = BatchLandscape(context.risk, list(parameters))
+        surface = BatchSurface(context.risk, list(parameters))
         value, found = surface.gradient()
         assert surface.value() == value
         assert buffers == [b.tolist() for b in context.risk.model.buffers()]
-        plain = Landscape(context.risk, list(parameters)).value()
+        plain = RiskSurface(context.risk, list(parameters)).value()
     assert value == pytest.approx(expected.item(), rel=1e-12)
     assert abs(plain - value) > 1e-3  # running statistics are something else
     torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-14)

@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -111,12 +111,13 @@ class Mixed(SharpnessModuleMixin, Net):
     pass
 
 
-def fit(module: Net, batch: int = 8, **options: Any) -> Trainer:
+def fit(module: Net, batch: int = 8, validation: bool = False, **options: Any) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": EPOCHS}
     trainer = Trainer(accelerator="cpu", devices=1, **{**quiet, **defaults, **options})
     torch.manual_seed(3)
-    trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=batch))
+    loader = DataLoader(TensorDataset(X, Y), batch_size=batch)
+    trainer.fit(module, loader, loader if validation else None)
     return trainer
 
 
@@ -410,6 +411,97 @@ def test_skipped_measurements_are_logged() -> None:
     trainer = fit(Net(), callbacks=[callback])
     assert [r.skipped is None for r in callback.history] == [True, False]
     assert float(trainer.callback_metrics["saltflat/skipped"]) == 1.0
+    assert TRACE not in trainer.callback_metrics
+
+
+# what other callbacks see of it
+
+TRACE = "saltflat/hessian_trace"
+
+
+def skipping(epochs: Iterable[int]) -> SharpnessCallback:
+    """Skips the measurements of these epochs."""
+
+    def start(model: nn.Module) -> None:
+        SharpnessCallback._start(callback, model)
+        monitor = callback.monitor
+        assert monitor is not None
+        forbidden = dict.fromkeys(epochs, "for a test")
+        monitor._forbidden = lambda: forbidden.get(monitor._epoch)
+
+    callback = SharpnessCallback((X, Y), ["hessian_trace"])
+    callback._start = start
+    return callback
+
+
+class Seen(Callback):
+    """What the key holds at the end of every epoch."""
+
+    def __init__(self) -> None:
+        self.values: list[float | None] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        value = trainer.callback_metrics.get(TRACE)
+        self.values.append(None if value is None else float(value))
+
+
+def test_a_skipped_epoch_counts_for_no_decision(tmp_path: Path) -> None:
+    """With the value of the first epoch in its place, patience would end at the third."""
+    callback, seen = skipping(range(2, 6)), Seen()
+    stop = EarlyStopping(TRACE, mode="max", patience=2, strict=False, min_delta=1e9)
+    best = ModelCheckpoint(tmp_path, monitor=TRACE, save_top_k=-1, filename="{epoch}")
+    options = {"callbacks": [callback, seen, stop, best], "enable_checkpointing": True}
+    with pytest.warns(UserWarning, match="skips a measurement: for a test"):
+        trainer = fit(Net(), max_epochs=8, **options)
+    done = {r.epoch: r.values["hessian_trace"] for r in callback.history if r.values}
+    assert list(done) == [1, 6, 7]
+    assert trainer.current_epoch == 7  # two measurements that were no better
+    assert seen.values == pytest.approx([done.get(epoch) for epoch in range(1, 8)])
+    saved = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert saved == ["epoch=0.ckpt", "epoch=5.ckpt", "epoch=6.ckpt"]
+    assert [float(v) for v in best.best_k_models.values()] == pytest.approx(list(done.values()))
+
+
+def test_a_checkpoint_beside_validation_waits(tmp_path: Path) -> None:
+    """Where validation has run, a key that is not there is an error to ModelCheckpoint."""
+
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.net(batch[0]).sum())
+
+    callback = skipping([1, 3])
+    best = ModelCheckpoint(tmp_path, monitor=TRACE, save_top_k=-1, filename="{epoch}")
+    options = {"callbacks": [callback, best], "enable_checkpointing": True, "max_epochs": 3}
+    with pytest.warns(UserWarning, match="skips"):
+        trainer = fit(Validated(), validation=True, **options)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=1.ckpt"]
+    assert all(isinstance(value, Tensor) for value in trainer.callback_metrics.values())
+
+
+def test_epochs_between_two_measurements_count_for_no_decision() -> None:
+    callback = SharpnessCallback((X, Y), ["hessian_trace"], every_n_epochs=3, budget=None)
+    seen = Seen()
+    fit(Net(), max_epochs=6, callbacks=[callback, seen])
+    assert [value is None for value in seen.values] == [True, True, False] * 2
+
+
+def refused(message: str, *callbacks: Callback) -> None:
+    with pytest.raises(sf.InvalidValue, match=message):
+        fit(Net(), callbacks=list(callbacks))
+
+
+def test_early_stopping_that_would_end_training_is_refused() -> None:
+    trace = ["hessian_trace"]
+    waits = r"EarlyStopping\('saltflat/hessian_trace', strict=False\) waits"
+    refused(waits, SharpnessCallback((X, Y), trace), EarlyStopping(TRACE))
+    rare = SharpnessCallback((X, Y), trace, every_n_epochs=2, budget=None)
+    refused(waits, rare, EarlyStopping(TRACE))
+    late = SharpnessCallback((X, Y), trace, budget=None)
+    refused("Put it behind", EarlyStopping(TRACE), late)
+    refused("monitors 'saltflat/kappa'", late, EarlyStopping("saltflat/kappa"))
+    every = SharpnessCallback((X, Y), trace, budget=None)
+    fit(Net(), callbacks=[every, EarlyStopping(TRACE), EarlyStopping("train_loss", strict=False)])
+    assert len(every.history) == 2
 
 
 # the extra

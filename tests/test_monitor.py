@@ -24,7 +24,8 @@ import saltflat as sf
 from saltflat.measures import MEASURES
 from saltflat.training import monitor as module
 from saltflat.training.fam import FAM
-from saltflat.training.monitor import Budget, Monitor, Record
+from saltflat.training.history import Record
+from saltflat.training.monitor import Budget, Monitor
 from saltflat.training.sam import SAM
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -211,41 +212,107 @@ def test_a_failing_measurement_leaves_the_model() -> None:
 # the budget
 
 
+class Costly:
+    """Stands in for `measure`: takes `fixed` seconds and `each` a sample, and gives a report."""
+
+    def __init__(self, clock: Clock, fixed: float, each: float) -> None:
+        self.clock, self.fixed, self.each = clock, fixed, each
+        self.report = sf.measure(network(), (X, Y), measures=["hessian_trace"])
+        self.sizes: list[int] = []
+
+    def __call__(self, model: nn.Module, data: Any, **_: Any) -> Any:
+        self.sizes.append(sum(len(x) for x, _ in data))
+        self.clock.now += self.fixed + self.each * self.sizes[-1]
+        return self.report
+
+
+def costly(monkeypatch: pytest.MonkeyPatch, fixed: float, each: float) -> Costly:
+    instead = Costly(Clock(monkeypatch), fixed, each)
+    monkeypatch.setattr(module, "measure", instead)
+    return instead
+
+
+def epochs(monitor: Monitor, count: int, clock: Clock, seconds: float = 0.0) -> None:
+    for _ in range(count):
+        clock.now += seconds
+        monitor.epoch()
+
+
 def test_budget_is_kept_and_skips_are_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    clock = Clock(monkeypatch)
+    clock = costly(monkeypatch, 10.0, 0.0).clock
     monitor = watch(budget=0.2, path=tmp_path / "log.jsonl")
-
-    def costly(*_: Any, **__: Any) -> Any:
-        clock.now += 10.0
-        return report
-
-    report = sf.measure(network(), (X, Y), measures=["hessian_trace"])
-    monkeypatch.setattr(module, "measure", costly)
-    for _ in range(30):
-        clock.now += 5.0
-        monitor.epoch()
+    with pytest.warns(UserWarning, match="skips a measurement: .* the budget is 20 %") as heard:
+        epochs(monitor, 100, clock, 5.0)
+    assert len(heard) == 1
+    assert heard[0].filename == __file__
     done = [r for r in monitor.history if r.skipped is None]
     skipped = [r for r in monitor.history if r.skipped is not None]
-    assert len(done) + len(skipped) == 30
-    # at most one measurement more than 20 % of all the time there was
-    assert 0.2 * clock.now - 10 < sum(r.seconds for r in done) <= 0.2 * clock.now + 10
-    assert monitor.history[0].skipped is None
-    assert "10 s of 20 s; the budget is 20 %" in str(skipped[0].skipped)
+    assert len(done) + len(skipped) == 100
+    assert monitor.skipped == len(skipped) > 0
+    small = 20.0  # two small measurements before the first
+    assert 0.2 * clock.now - 15 < sum(r.seconds for r in done) + small <= 0.2 * clock.now
+    assert "would take about 10 s more; the budget is 20 %" in str(skipped[-1].skipped)
     assert not skipped[0].values
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [bool(line["skipped"]) for line in lines] == [bool(r.skipped) for r in monitor.history]
 
 
+@pytest.mark.parametrize(("fixed", "each"), [(0.0, 1.0), (3.0, 0.5), (9.0, 0.0)])
+def test_the_first_measurement_is_foreseen(
+    monkeypatch: pytest.MonkeyPatch, fixed: float, each: float
+) -> None:
+    instead = costly(monkeypatch, fixed, each)
+    whole = fixed + 12 * each
+    small = 2 * fixed + 3 * each
+    monitor = watch(budget=Budget(seconds=whole + small - 0.1))
+    with pytest.warns(UserWarning, match=f"about {whole:.3g} s more"):
+        record = monitor.epoch()
+    assert record is not None
+    assert record.skipped is not None
+    assert instead.sizes == [1, 2]
+    monitor.epoch()
+    assert instead.sizes == [1, 2]  # it is foreseen once
+    enough = watch(budget=Budget(seconds=whole + small + 0.1))
+    assert enough.epoch().values
+    assert instead.sizes == [1, 2, 1, 2, 12]
+
+
+def test_a_short_first_measurement_is_made_whatever_the_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costly(monkeypatch, 0.0, 0.1)
+    monitor = watch(budget=0.01)
+    assert monitor.epoch().values
+    with pytest.warns(UserWarning, match="skips"):
+        assert monitor.epoch().skipped
+    costly(monkeypatch, 0.0, 1.0)
+    with pytest.warns(UserWarning, match="skips"):
+        assert watch(budget=0.01).epoch().skipped
+
+
+def test_a_continued_log_tells_what_a_measurement_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    instead = costly(monkeypatch, 10.0, 0.0)
+    watch(path=tmp_path / "log.jsonl").epoch()
+    with pytest.warns(UserWarning, match="is continued"):
+        again = watch(path=tmp_path / "log.jsonl", budget=Budget(seconds=9.0))
+    with pytest.warns(UserWarning, match="about 10 s more"):
+        again.epoch()
+    assert instead.sizes == [12]
+
+
 def test_budget_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    clock.tick = 2.0
-    monitor = watch(budget=Budget(seconds=5.0))
-    for _ in range(6):
-        monitor.epoch()
-    assert [r.skipped is None for r in monitor.history] == [True] * 3 + [False] * 3
-    assert "6 s; the budget is 5 s" in str(monitor.history[-1].skipped)
+    clock = costly(monkeypatch, 2.0, 0.0).clock
+    monitor = watch(budget=Budget(seconds=9.0))
+    with pytest.warns(UserWarning, match="skips"):
+        epochs(monitor, 4, clock)
+    assert [r.skipped is None for r in monitor.history] == [True, True, False, False]
+    assert "8 s and would take about 2 s more; the budget is 9 s" in str(
+        monitor.history[-1].skipped
+    )
     assert monitor.measure().skipped is None  # asked for
 
 
@@ -460,3 +527,52 @@ def test_a_monitor_shows_its_progress() -> None:
     monitor = Monitor(network(), (X, Y), progress=lambda step, done, total: told.append(step))
     monitor.measure()
     assert "hessian_trace" in told
+
+
+# the history
+
+
+def test_history_as_a_table_a_picture_and_a_file(tmp_path: Path) -> None:
+    monitor = Monitor(network(), (X, Y), steps=2, budget=None)
+    with pytest.raises(sf.InvalidValue, match="nothing to draw"):
+        monitor.plot(tmp_path / "empty.png")
+    assert "0 records, 0 skipped)" in repr(monitor)
+    for _ in range(6):
+        monitor.step()
+    monitor.budget = Budget(seconds=0.0)
+    monitor.step()
+    with pytest.warns(UserWarning, match="skips"):
+        monitor.step()
+    table = monitor.to_pandas()
+    assert list(table["step"]) == [2, 4, 6, 8]
+    assert list(table["hessian_trace"][:3]) == [
+        r.values["hessian_trace"] for r in monitor.history[:3]
+    ]
+    assert math.isnan(table["hessian_trace"][3])
+    assert list(table["skipped"].astype(bool)) == [False, False, False, True]
+    assert {"minimum_sharpness_stderr", "seconds", "elapsed", "failed"} <= set(table.columns)
+    last = monitor.history[2].values
+    assert repr(monitor) == (
+        "Monitor(hessian_trace, minimum_sharpness on 12 samples, every 2 steps; "
+        "3 records, 1 skipped; "
+        f"step 6, epoch 0: hessian_trace {last['hessian_trace']:.4g}, "
+        f"minimum_sharpness {last['minimum_sharpness']:.4g})"
+    )
+    picture = monitor.plot(tmp_path / "new" / "history.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert monitor.save(tmp_path / "a.jsonl").read_text().splitlines() == [
+        r.to_json() for r in monitor.history
+    ]
+    header, *lines = monitor.save(tmp_path / "a.csv").read_text().splitlines()
+    assert header.split(",") == list(table.columns)
+    assert len(lines) == 4
+    with pytest.raises(sf.InvalidValue, match=r"\.jsonl or \.csv. Got 'a.txt'"):
+        monitor.save(tmp_path / "a.txt")
+
+
+def test_a_saved_history_can_be_continued(tmp_path: Path) -> None:
+    monitor = watch()
+    monitor.epoch()
+    path = monitor.save(tmp_path / "saved.jsonl")
+    with pytest.warns(UserWarning, match="is continued"):
+        assert watch(path=path).history == monitor.history

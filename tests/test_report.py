@@ -42,6 +42,13 @@ from saltflat.measures import (
 from saltflat.report import Provenance
 
 CASE = BY_NAME["mlp"]
+
+
+@pytest.fixture(autouse=True)
+def a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "130")
+
+
 FEW = ["hessian_trace", "rho", "normalized_sharpness"]
 
 
@@ -313,8 +320,8 @@ def test_some_parameters() -> None:
 def test_progress_callback() -> None:
     seen: list[tuple[str, int, int]] = []
     measured(progress=lambda *step: seen.append(step))
-    names = ["curvature", *FEW, "done"]
-    assert seen == [(name, k, len(FEW) + 1) for k, name in enumerate(names)]
+    names = ["curvature", *FEW, "standing", "done"]
+    assert seen == [(name, k, len(FEW) + 2) for k, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -363,7 +370,7 @@ def test_long_work_is_announced_and_moves(
     shown = capfd.readouterr()
     assert shown.out == ""
     first, _, rest = shown.err.partition("\n")
-    assert re.fullmatch(r"saltflat: about \d+ s: 21 gradients at 0\.05\d* s", first)
+    assert re.fullmatch(r"saltflat: about \d+ s: 23 gradients at 0\.05\d* s", first)
     moves = rest.count("\r" if terminal else ";")
     assert moves >= 10 * seconds / 2
     assert "sam_sharpness" in rest
@@ -446,7 +453,7 @@ def test_provenance() -> None:
     assert p.certified_samples > 0
     assert set(p.versions) == {"saltflat", "torch", "numpy", "scipy", "python"}
     assert p.versions["torch"] == torch.__version__
-    assert set(p.seconds) == {"curvature", *FEW}
+    assert set(p.seconds) == {"curvature", "standing", *FEW}
     assert all(s >= 0 for s in p.seconds.values())
     assert p.created.endswith("+00:00")
     assert len(p.model_hash) == 64
@@ -693,8 +700,8 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert torch.equal(neurons, found["rho"].by_neuron["0"])
     assert str(again) == str(found)
     assert os.listdir(path.parent) == ["run.json"]
-    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.html'"):
-        found.save(tmp_path / "run.html")
+    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
+        found.save(tmp_path / "run.txt")
 
 
 def test_reports_from_before_bounds_had_a_direction(tmp_path: Path) -> None:
@@ -787,7 +794,9 @@ def test_a_saved_report_can_be_read_by_others(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "is not a report: it is not JSON"),
         (b"[1, 2]", "is not a report that saltflat saved"),
         (b'{"loss": 0.3}', "is not a report that saltflat saved"),
-        (b'{"saltflat": 2}', "is not a report that saltflat saved"),
+        (b'{"saltflat": 2}', r"saved by a newer version of saltflat, in format 2; this one"),
+        (b'{"saltflat": "x"}', "is not a report that saltflat saved"),
+        (b'{"saltflat": 1, "kind": "audit"}', "is not a report: it holds an audit. Use sf.load"),
         (b'{"saltflat": 1}', "is a damaged report: KeyError"),
         (b'{"saltflat": 1, "provenance": 3}', "is a damaged report: TypeError"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from test_propagated import Gated
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.sketch import bounded
+from saltflat.curvature.sketch import bounded, checkpoint
 
 
 def deep(outputs: int) -> nn.Module:
@@ -282,12 +283,27 @@ def test_bad_settings_are_refused() -> None:
 def test_a_bound_on_an_error_is_above_it() -> None:
     assert bounded(0.0, math.inf, 1) == 0.0
     for degrees in (1.0, 5.0, 500.0):
-        values = [bounded(1.0, degrees, checkpoint) for checkpoint in range(4)]
+        values = [bounded(1.0, degrees, place) for place in range(4)]
         assert 1 < values[0] < values[1] < values[2]
     # The spread of normal draws is below its bound in all but 5 % of the cases.
     draws = np.random.default_rng(0).standard_normal((4000, 6)).std(1, ddof=1)
     below = np.mean([bounded(s, 5.0, 1) < 1.0 for s in draws])
     assert 0.03 < below < 0.07
+
+
+def test_checkpoints_are_fixed_beforehand() -> None:
+    """Whatever the draws need, an early stop is at one of them, with that one's own level."""
+    places = [checkpoint(draws, 8) for draws in (0, 1, 8, 12, 18, 27)]
+    assert places == [1, 1, 1, 2, 3, 4]
+    assert [checkpoint(draws, 8) for draws in (9, 13, 20)] == [2, 3, 4]
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 30), nn.GELU(), nn.Linear(30, 3)
+    model, x, y = nn.Sequential(*layers).double(), torch.randn(12, 8).double(), torch.arange(12) % 3
+    counts = []
+    for tolerance in (0.9, 0.35, 0.25):
+        notes = " ".join(sf.trace(model, (x, y), tolerance=tolerance).notes)
+        counts.append(int(re.search(r"with (\d+) draws", notes)[1]))
+    assert counts == [8, 12, 18]
 
 
 def test_measures_of_a_curved_network() -> None:

@@ -36,8 +36,10 @@ from saltflat.errors import (
 from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
 from saltflat.moved import advice
-from saltflat.report import Comparison, Report
+from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
+from saltflat.saved import cite, load
+from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
     FAM,
@@ -74,6 +76,7 @@ __all__ = [
     "Interrupted",
     "InvalidType",
     "InvalidValue",
+    "Landscape",
     "LoadError",
     "LossError",
     "Measurement",
@@ -89,16 +92,21 @@ __all__ = [
     "Report",
     "SaltflatError",
     "SharpnessPenalty",
+    "Standing",
     "Tolerances",
     "Trace",
+    "Verdict",
     "__version__",
     "audit",
+    "cite",
     "compare",
     "density",
     "diagonal",
     "eigenvalues",
     "ggn",
     "hessian",
+    "landscape",
+    "load",
     "max_eigenvalue",
     "measure",
     "piecewise_linear",

@@ -50,6 +50,29 @@ class Loss(ABC):
         """How many of the samples count at all."""
         return len(outputs)
 
+    def each(self, outputs: Tensor, targets: Any) -> Tensor | None:
+        """The parts of `total` that are the samples' own, or None where these are not known."""
+        return None
+
+    def evenly(self, outputs: Tensor, targets: Any) -> bool:
+        """Whether each of these samples adds as much to the normaliser as any other."""
+        return False
+
+    def right(self, outputs: Tensor, targets: Any) -> tuple[int, int] | None:
+        """How many classes the largest outputs name rightly, and of how many; None if it has none.
+
+        A position that is ignored is not counted.
+        """
+        return None
+
+    def tally(self, outputs: Tensor, targets: Any) -> Tensor | None:
+        """What `chance` needs of the targets, a sum over samples; None if it cannot tell."""
+        return None
+
+    def chance(self, tally: Tensor) -> float:
+        """The least sum over samples that outputs can have which are the same for all of them."""
+        raise NotImplementedError
+
     def class_dimension(self, outputs: Tensor, targets: Any) -> int | None:
         """The dimension over which a log-softmax before this loss is a part of it; None if none.
 
@@ -153,16 +176,51 @@ class CrossEntropy(Loss):
         return own * share + spread * whole * kept.double()
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._positions(outputs, targets).sum()
+
+    def _positions(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of every position, (n, positions…)."""
         logits, targets = self.class_last(outputs, targets)
         logs = logits.log_softmax(-1)
         if targets.is_floating_point():
-            return -(self._soft(logits.detach(), targets).to(logs) * logs).sum()
+            return -(self._soft(logits.detach(), targets).to(logs) * logs).sum(-1)
         kept, classes, share = self._hard(targets)
         own, spread, weight = self._smoothing(logits)
-        total = -(logs.gather(-1, classes.unsqueeze(-1)).squeeze(-1) * share.to(logs)).sum()
+        likelihood = logs.gather(-1, classes.unsqueeze(-1)).squeeze(-1) * share.to(logs)
         if self.label_smoothing == 0.0:
-            return total
-        return own * total - spread * ((logs * weight).sum(-1) * kept).sum()
+            return -likelihood
+        return -own * likelihood - spread * (logs * weight).sum(-1) * kept
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _by_sample(self._positions(outputs, targets))
+
+    def evenly(self, outputs: Tensor, targets: Tensor) -> bool:
+        if targets.is_floating_point():
+            return True
+        return self.weight is None and not bool((targets == self.ignore_index).any())
+
+    def right(self, outputs: Tensor, targets: Tensor) -> tuple[int, int] | None:
+        if targets.is_floating_point():
+            return None
+        kept = targets != self.ignore_index
+        named = outputs.argmax(self.dim(outputs, targets)) == targets
+        return int((named & kept).sum()), int(kept.sum())
+
+    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Σ a_k over all positions, of every class."""
+        logits, targets = self.class_last(outputs, targets)
+        if targets.is_floating_point():
+            return self._soft(logits, targets).flatten(0, -2).sum(0)
+        kept, classes, share = self._hard(targets)
+        own, spread, _ = self._smoothing(logits)
+        weight = 1.0 if self.weight is None else self.weight.to(logits.device, torch.float64)
+        whole = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
+        whole.index_add_(0, classes.flatten(), share.flatten())
+        return own * whole + spread * weight * kept.sum()
+
+    def chance(self, tally: Tensor) -> float:
+        """Of the logarithms of the classes' shares: −Σ_k A_k log(A_k / Σ A), with A the tally."""
+        return -float(torch.special.xlogy(tally, tally / tally.sum()).sum())
 
     def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
         if targets.is_floating_point():
@@ -230,6 +288,9 @@ class ElementwiseLoss(Loss):
     def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
         return float(outputs.numel())
 
+    def evenly(self, outputs: Tensor, targets: Tensor) -> bool:
+        return True
+
     @abstractmethod
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The diagonal of the output-side Hessian."""
@@ -263,8 +324,20 @@ class NegativeLogLikelihood(ElementwiseLoss):
         return CrossEntropy(self.weight, self.ignore_index, reduction=reduction)
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._positions(outputs, targets).sum()
+
+    def _positions(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _, classes, share = self.cross_entropy._hard(targets)
-        return -(outputs.gather(1, classes.unsqueeze(1)).squeeze(1) * share.to(outputs)).sum()
+        return -outputs.gather(1, classes.unsqueeze(1)).squeeze(1) * share.to(outputs)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _by_sample(self._positions(outputs, targets))
+
+    def evenly(self, outputs: Tensor, targets: Tensor) -> bool:
+        return self.cross_entropy.evenly(outputs, targets)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> tuple[int, int] | None:
+        return self.cross_entropy.right(outputs, targets)
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.zeros_like(outputs, dtype=torch.float64)
@@ -297,6 +370,19 @@ class MeanSquaredError(ElementwiseLoss):
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().sum()
 
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _by_sample((outputs - targets).square())
+
+    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Count, Σ y and Σ y² of every element of the outputs."""
+        y = targets.double()
+        return torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)])
+
+    def chance(self, tally: Tensor) -> float:
+        """Of the mean targets: the sum of the squares around them."""
+        count, first, second = tally
+        return float((second - first.square() / count).clamp(min=0).sum())
+
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.full_like(outputs, 2.0, dtype=torch.float64)
 
@@ -318,6 +404,9 @@ class BinaryCrossEntropy(ElementwiseLoss):
         self.pos_weight = pos_weight
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._elements(outputs, targets, "sum")
+
+    def _elements(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         def like(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.to(outputs)
 
@@ -326,8 +415,22 @@ class BinaryCrossEntropy(ElementwiseLoss):
             targets.to(outputs.dtype),
             weight=like(self.weight),
             pos_weight=like(self.pos_weight),
-            reduction="sum",
+            reduction=reduction,
         )
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _by_sample(self._elements(outputs, targets, "none"))
+
+    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Σ y and Σ 1 − y of every element of the outputs."""
+        if self.weight is not None or self.pos_weight is not None:
+            return None
+        y = targets.double()
+        return torch.stack([y.sum(0), (1 - y).sum(0)])
+
+    def chance(self, tally: Tensor) -> float:
+        """Of the logits of the elements' mean targets."""
+        return -float(torch.special.xlogy(tally, tally / tally.sum(0)).sum())
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The diagonal: w (1 + (w₊ − 1) y) σ(o) σ(−o)."""
@@ -358,6 +461,16 @@ class NormalizedCrossEntropy(Loss):
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         scaled = outputs / outputs.std(dim=1, correction=0, keepdim=True)
         return F.cross_entropy(scaled, targets, reduction="sum")
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        scaled = outputs / outputs.std(dim=1, correction=0, keepdim=True)
+        return _by_sample(F.cross_entropy(scaled, targets, reduction="none"))
+
+    def evenly(self, outputs: Tensor, targets: Tensor) -> bool:
+        return CrossEntropy().evenly(outputs, targets)
+
+    def right(self, outputs: Tensor, targets: Tensor) -> tuple[int, int] | None:
+        return CrossEntropy().right(outputs, targets)
 
     def normaliser(self, outputs: Tensor, targets: Tensor) -> float:
         return CrossEntropy().normaliser(outputs, targets)
@@ -419,11 +532,19 @@ class CustomLoss(UserLoss, Loss):
     def normaliser(self, outputs: Tensor, targets: Any) -> float:
         return float(len(outputs))
 
+    def evenly(self, outputs: Tensor, targets: Any) -> bool:
+        return True
+
 
 @final
 @dataclass(eq=False)
 class JointLoss(UserLoss):
     """A user's callable that does not add up over samples: only the whole batch has a value."""
+
+
+def _by_sample(values: Tensor) -> Tensor:
+    """Summed over all but the first dimension."""
+    return values.reshape(len(values), -1).sum(1)
 
 
 def divisor(loss: Loss, normaliser: float) -> float:

@@ -39,10 +39,11 @@ from saltflat.errors import (
     SaltflatError,
     nearest,
 )
+from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
-from saltflat.report import Comparison, Report, provenance
+from saltflat.report import STANDING, Comparison, Report, Standing, provenance, standing
 from saltflat.risk import Batch, Output, Risk, Unpack
 from saltflat.symmetries import Group
 from saltflat.watch import kept
@@ -125,13 +126,13 @@ def measure(
 
 def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError) -> Report:
     """The measures one after the other, inside the session of the engine's risk."""
-    risk, work, count = engine.risk, engine.risk.work, len(measures) + 1
+    risk, work, count = engine.risk, engine.risk.work, len(measures) + 2
     seconds: dict[str, float] = {}
     spent: dict[str, float] = {}
     done: dict[str, Measurement] = {}
     skipped: dict[str, str] = {}
     work.at("curvature", 0, count)
-    engine.foresee = partial(announce, engine, measures, 1)
+    engine.foresee = partial(announce, engine, measures, 1, beside=STANDING)
     start = perf_counter()
     context, failure = prepared(engine, measures, on_error)
     seconds["curvature"], spent["curvature"] = perf_counter() - start, work.done
@@ -151,10 +152,27 @@ def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError)
         raise Interrupted(_partial(measures, engine, done, skipped, seconds, spent)) from stop
     if failure is not None and not done:
         raise failure
+    work.at("standing", count - 1, count)
+    start, before = perf_counter(), work.done
+    stands, remarks = _standing(engine)
+    seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
     work.at("done", count, count)
     certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
-    return Report(done, skipped, source, (*_notes(risk), *engine.first.notes))
+    notes = (*_notes(risk), *engine.first.notes, *remarks)
+    return Report(done, skipped, source, notes, standing=stands)
+
+
+def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
+    """Where the model stands, and what is to be said of that, or why it is not known."""
+    risk, budget = engine.risk, engine.settings.memory_budget
+    try:
+        return standing(RiskSurface(risk, list(risk.parameters), memory_budget=budget))
+    except ChangedData:
+        raise
+    except (SaltflatError, RuntimeError) as reason:
+        words = (str(reason) or type(reason).__name__).splitlines()[0]
+        return None, [f"whether this is a minimum is not known: {words}"]
 
 
 def _partial(
@@ -180,7 +198,8 @@ def compare(
     """Measure several models on the same data, and put them side by side.
 
     `data` is one for all, or a mapping with the same names as `models`. Options as in `measure`.
-    The result says when its numbers are not comparable: other data, loss or sample count.
+    The result says when its numbers are not comparable: other data, loss or sample count; and of
+    any two models which is flatter by a measure, if that can be said (`verdicts`).
 
     Examples
     --------
@@ -259,11 +278,19 @@ def _kinds(measures: Iterable[Measure]) -> frozenset[Kind]:
 
 
 def announce(
-    engine: Curvature, measures: Sequence[Measure], times: int, first: Batch, plan: Plan
+    engine: Curvature,
+    measures: Sequence[Measure],
+    times: int,
+    first: Batch,
+    plan: Plan,
+    beside: float = 0.0,
 ) -> None:
-    """Say how long it will take to measure so many models like this one, if that is long."""
+    """Say how long it will take to measure so many models like this one, if that is long.
+
+    `beside` is what else each of them takes, in gradients.
+    """
     gradients = engine.price(_kinds(measures), first, plan) + sum(m.price() for m in measures)
-    engine.announce(times * gradients, first, plan)
+    engine.announce(times * (gradients + beside), first, plan)
 
 
 def compute_one(measure: Measure, context: Context) -> Measurement:

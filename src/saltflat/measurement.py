@@ -10,7 +10,9 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 from torch import Tensor
 
+from saltflat.bibliography import bibtex
 from saltflat.errors import InvalidValue
+from saltflat.printed import Told
 
 Bound = Literal["lower", "upper"]
 Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
@@ -18,8 +20,8 @@ EVERY_RESCALING: frozenset[Symmetry] = frozenset(get_args(Symmetry))
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Measurement:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Measurement(Told):
     """The value of a measure. Two are equal if all they hold is, tensors by their entries.
 
     Attributes
@@ -30,11 +32,15 @@ class Measurement:
     exact : True if nothing was sampled: equal to the definition up to rounding and `gap`.
     stderr : standard error of `value`, 0.0 if exact.
     degrees : degrees of freedom of `stderr`, for Student's t; inf if exact.
+    sampling : standard error of `value` as an estimate for the population that the samples come
+        from, taken as independent draws; None where it is not known. Beside `stderr`, which is of
+        the value on these samples.
     gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
     bound : "lower" for a supremum that was searched for, which is at least `value`; "upper" for a
         minimum over estimated curvature, which is at most what `value` ± `stderr` estimates.
     invariant_to : the kinds of rescaling that leave the measure as it is.
     settings : what the measure was computed with (δ, ρ, p, …).
+    references : keys of the papers that the measure is from, which `cite` gives in BibTeX.
     details : what else the measure found, e.g. the optimal α of minimum sharpness.
 
     Examples
@@ -60,6 +66,8 @@ class Measurement:
     max_over: Literal["neurons", "layers"] = "neurons"
     details: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    sampling: float | None = None
+    references: tuple[str, ...] = ()
 
     @property
     def max(self) -> float:
@@ -104,8 +112,24 @@ class Measurement:
     def __float__(self) -> float:
         return self.value
 
+    def __format__(self, spec: str) -> str:
+        """The value by a number's format, `f"{m:.3f}"`; without one, what is printed."""
+        return format(self.value, spec) if spec else str(self)
+
     def __str__(self) -> str:
-        return f"{self.name} = {self.value:.6g} ({self.certainty})"
+        others = f"; {self.sampled} for the population" if self.sampling is not None else ""
+        return f"{self.name} = {self.value:.6g} ({self.certainty}{others})"
+
+    @property
+    def sampled(self) -> str:
+        """`± 4 %`, the sampling error as a share of the value; empty if it is not known."""
+        if self.sampling is None:
+            return ""
+        return f"± {100 * self.sampling / abs(self.value):.2g} %" if self.value else "± 0"
+
+    def cite(self) -> str:
+        """BibTeX of the papers that the measure is from."""
+        return bibtex(*self.references)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -9,23 +9,16 @@ from math import ceil, inf, sqrt
 from typing import Any, Generic, TypeVar, cast, final, overload
 
 import torch
-from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from saltflat.checks import check_number
 from saltflat.errors import optional
+from saltflat.printed import Printed, Told
 
 Value = TypeVar("Value", float, Tensor)
 Entry = TypeVar("Entry")
-
-
-def plain_text(renderable: RenderableType, width: int = 100) -> str:
-    """What rich would print, without colours."""
-    console = Console(width=width, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get().rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Certificate:
         return all(self.piecewise_linear.values())
 
 
-class Results(Mapping[str, Entry]):
+class Results(Printed, Mapping[str, Entry]):
     """A dataclass as a read-only mapping, of what its first field maps, that prints itself."""
 
     @property
@@ -88,14 +81,6 @@ class Results(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def _width(self) -> int:
-        return 100
-
-    def __str__(self) -> str:
-        return plain_text(cast(Any, self), self._width())
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,20 +111,21 @@ class _Blocks(Results[Value]):
     def _columns(self, name: str) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def __rich__(self) -> Table:
+    def table(self, width: int) -> Table:
         table = Table(title=f"{type(self).__name__} of the {self.curvature}", title_justify="left")
-        for column, justify in (("parameter", "left"), ("value", "right"), ("", "left")):
-            table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("parameter", overflow="fold")
+        table.add_column("value", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
         table.add_column("rule")
         for name, detail in self.details.items():
-            table.add_row(name, *self._columns(name), detail.rule)
+            table.add_row(escape(name), *self._columns(name), detail.rule)
         exact = "exact" if self.exact else f"± {self.stderr:.2g}"
         table.add_section()
         table.add_row("total", f"{self.total:.6g}", exact, "")
         captions = [*self.notes]
         if self.frozen:
             captions.append(f"frozen, not measured: {', '.join(self.frozen)}")
-        table.caption = "\n".join(captions) or None
+        table.caption = escape("\n".join(captions)) or None
         table.caption_justify = "left"
         return table
 
@@ -181,8 +167,8 @@ class Diagonal(_Blocks[Tensor]):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Eigenvalue:
+@dataclass(frozen=True, slots=True, repr=False)
+class Eigenvalue(Told):
     """The largest eigenvalue; `residual` is ‖Hv − λv‖ for the unit vector `vector`.
 
     Examples
@@ -204,7 +190,7 @@ class Eigenvalue:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Eigenvalues(Sequence[Eigenvalue]):
+class Eigenvalues(Printed, Sequence[Eigenvalue]):
     """The largest eigenvalues, from the largest on, each with its eigenvector and residual norm.
 
     `values`, `residuals` and `vectors` are those of all of them. `block` is the parameter whose
@@ -247,7 +233,7 @@ class Eigenvalues(Sequence[Eigenvalue]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __rich__(self) -> Table:
+    def table(self, width: int) -> Table:
         of = f"the block of {self.block}" if self.block else "the whole matrix"
         table = Table(title=f"Eigenvalues of the {self.curvature}, {of}", title_justify="left")
         for column in ("", "eigenvalue", "residual"):
@@ -256,15 +242,10 @@ class Eigenvalues(Sequence[Eigenvalue]):
             table.add_row(str(index), f"{pair.value:.6g}", f"{pair.residual:.1e}")
         return table
 
-    def __str__(self) -> str:
-        return plain_text(cast(Any, self), 100)
-
-    __repr__ = __str__
-
 
 @final
 @dataclass(frozen=True, repr=False)
-class Density:
+class Density(Told):
     """How many of the eigenvalues lie where, smoothed by a Gaussian kernel; it integrates to one.
 
     `density` on `grid` is the mean over probes of Σ_j w_j N(t; θ_j, width²), and `error` its
@@ -357,5 +338,3 @@ class Density:
             f"{len(self.nodes)} probes of {self.steps} steps, kernel width {self.width:.3g}; "
             f"nodes from {low:.4g} to {high:.4g}, mean {mean:.4g} ± {error:.2g}"
         )
-
-    __repr__ = __str__

@@ -6,14 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
+from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import Measurement
-from saltflat.report import ASK, invariance, store
+from saltflat.report import ASK, WIDE, Cell, Figure, Section, framed, html, invariance, store
+from saltflat.report import Table as HtmlTable
 from saltflat.result import Results
+
+if TYPE_CHECKING:
+    import pandas
 
 Verdict = Literal["invariant", "undecided", "moved"]
 ORDER: tuple[Verdict, ...] = ("invariant", "undecided", "moved")
@@ -242,44 +247,102 @@ class Audit(Results[Audited]):
         return all(row.ok for row in self.values())
 
     def save(self, path: str | Path) -> Path:
-        """Write the audit to a .json file, whole or not at all."""
-        return store.save(path, "An audit", {"audit": self})
+        """Write the audit to a .json file, or as a page to a .html file, whole or not at all."""
+        if Path(path).suffix == ".html":
+            return html.write(path, f"Audit of {self.model}", self.sections())
+        return store.save(path, "An audit", "audit", {"audit": self})
 
     @classmethod
     def load(cls, path: str | Path) -> Audit:
         """Read an audit that `save` wrote."""
-        content = store.read(path).get("audit")
-        if not isinstance(content, dict):
-            raise InvalidValue(f"{path} is not an audit: it has no 'audit' in it.")
+        content = store.read(path, "audit").get("audit")
         return store.decoded(cls, content, f"{path} is a damaged audit")
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row for each measure and kind of rescaling."""
+        rows = [
+            {
+                "measure": row.name,
+                "kind": kind,
+                "value": row.value,
+                "drift": d.drift,
+                "tolerance": d.tolerance,
+                "verdict": d.verdict,
+                "declared": d.declared,
+                "element": d.element,
+                "reason": d.reason,
+            }
+            for row in self.values()
+            for kind, d in row.items()
+        ]
+        frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(rows)
+        return frame.set_index(["measure", "kind"])
 
     def plot(self, path: str | Path) -> Path:
         """Draw drift against spread as a picture, a panel for each kind of rescaling."""
         return _plot(self, Path(path))
 
-    def __rich__(self) -> Table:
+    def table(self, width: int) -> Table:
         title = f"Audit of {self.model}: " + (
             ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
             or "no rescaling keeps its function"
         )
-        table = Table(title=title, title_justify="left", caption_justify="left")
+        wide = width >= WIDE
+        table = framed(wide, escape(title))
         table.add_column("measure", no_wrap=True)
-        for column in ("value", *self.kinds):
+        for column in (*(["value"] if wide else []), *self.kinds):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("verdict")
-        table.add_column("declared")
+        for column in ("verdict", *(["declared"] if wide else [])):
+            table.add_column(column)
         for row in self.values():
             cells = [f"[{_COLOURS[d.verdict]}]{d}[/]" for d in row.values()]
             verdict = row.verdict if row.ok else f"[bold red]{row.verdict}[/]"
-            table.add_row(row.name, f"{row.value:.5g}", *cells, verdict, row.promise)
-        for name in self.skipped:
-            table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
-        for name, price in self.left_out.items():
-            verdict = f"not computed, about {price:.0f} gradients"
-            table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK)
-        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
-        table.caption = "\n".join([*self._legend(), *self.notes, *reasons])
+            value, promise = ([f"{row.value:.5g}"], [row.promise]) if wide else ([], [])
+            table.add_row(escape(row.name), *value, *cells, verdict, *promise)
+        if wide:
+            for name in self.skipped:
+                table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
+            for name, price in self.left_out.items():
+                verdict = f"not computed, about {price:.0f} gradients"
+                table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK)
+        table.caption = escape("\n".join([*self._legend(), *self.notes, *self._missing(wide)]))
         return table
+
+    def _missing(self, wide: bool) -> list[str]:
+        """What is not in the rows, or not why."""
+        word = "" if wide else " does not apply"
+        lines = [f"{name}{word}: {reason}" for name, reason in self.skipped.items()]
+        if self.left_out and not wide:
+            prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
+            lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+        return lines
+
+    def sections(self) -> list[Section]:
+        """What a page shows of it: the verdicts, and drift against spread for each kind."""
+        rows = [
+            [
+                Cell(row.name),
+                html.number(row.value),
+                *(Cell(str(drift), drift.drift, detail=drift.element) for drift in row.values()),
+                Cell(row.verdict),
+                Cell(row.promise),
+            ]
+            for row in self.values()
+        ]
+        head = ["measure", "value", *self.kinds, "verdict", "declared invariant to"]
+        numeric = frozenset(range(1, 2 + len(self.kinds)))
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        text = f"Same function, other weights. Rescalings of {self.model}: {counts or 'none'}."
+        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
+        return [
+            Section(
+                "Audit",
+                text,
+                table=HtmlTable(head, rows, numeric),
+                figures=[_drifts(self, kind) for kind in self.kinds],
+                notes=[*self._legend(), *self.notes, *reasons],
+            )
+        ]
 
     def _legend(self) -> list[str]:
         if not self.kinds:
@@ -292,8 +355,84 @@ class Audit(Results[Audited]):
             f"estimate, {t.searched:g} for a searched supremum. ✗ moved. ? hidden by its error.",
         ]
 
-    def _width(self) -> int:
-        return 130
+
+def _drifts(audit: Audit, kind: str) -> Figure:
+    """A line a measure, with its name at the end."""
+    curves = {name: row[kind].curve for name, row in audit.items()}
+    shown = {name: [_drawn(d) for d in curve.values()] for name, curve in curves.items()}
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": html.label(name),
+            "x": list(curves[name]),
+            "y": drifts,
+            "line": {"color": f"@{index}", "width": 1.8},
+            "marker": {"color": f"@{index}", "symbol": index, "size": 7},
+            "hovertemplate": "%{fullData.name}, spread %{x:.3g}: drift %{y:.2e}<extra></extra>",
+        }
+        for index, (name, drifts) in enumerate(shown.items())
+    ]
+    rows = [(name, *pair) for name, curve in curves.items() for pair in curve.items()]
+    columns = {
+        key: [row[k] for row in rows] for k, key in enumerate(("measure", "spread", "drift"))
+    }
+    title = f"{kind.capitalize()} rescaling"
+    caption = "Along one random direction; a drift of nothing at all is drawn at the bottom."
+    return Figure(title, caption, traces, _drift_layout(audit, shown, columns), columns, height=480)
+
+
+def _drift_layout(
+    audit: Audit, shown: Mapping[str, list[float]], columns: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    logs = [math.log10(d) for drifts in shown.values() for d in drifts if math.isfinite(d)]
+    bottom, top = math.log10(_FLOOR) - 0.5, max([0.0, *logs]) + 0.5
+    ends = {
+        (name, index): math.log10(drifts[-1])
+        for index, (name, drifts) in enumerate(shown.items())
+        if drifts and math.isfinite(drifts[-1])
+    }
+    return {
+        "xaxis": {
+            "title": {"text": "spread of the factors"},
+            "type": "log",
+            "tickvals": sorted(set(columns["spread"])),
+        },
+        "yaxis": {
+            "title": {"text": "relative drift of the measure"},
+            "type": "log",
+            "range": [bottom, top],
+            "exponentformat": "power",
+            "nticks": 8,
+        },
+        "shapes": [_threshold(audit.tolerances.closed)],
+        "annotations": html.ends(ends, bottom, top, 0.036),
+        "margin": {"r": 230},
+    }
+
+
+def _drawn(drift: float) -> float:
+    """Where a drift is drawn: logarithms have no zero, and no infinity."""
+    return max(drift, _FLOOR) if math.isfinite(drift) else math.nan
+
+
+def _threshold(drift: float) -> dict[str, Any]:
+    """A line below which a closed form is called invariant."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": drift,
+        "y1": drift,
+        "line": {"color": "@faint", "width": 1, "dash": "dot"},
+        "label": {
+            "text": "invariant below",
+            "textposition": "start",
+            "yanchor": "top",
+            "font": {"color": "@faint", "size": 11},
+        },
+    }
 
 
 def _plot(audit: Audit, path: Path) -> Path:
@@ -328,7 +467,7 @@ def _panel(axis: Any, audit: Audit, kind: str) -> None:
         curve = row[kind].curve
         axis.plot(
             list(curve),
-            [max(drift, _FLOOR) if math.isfinite(drift) else math.nan for drift in curve.values()],
+            [_drawn(drift) for drift in curve.values()],
             color=_PALETTE[index % len(_PALETTE)],
             marker=_MARKERS[index % len(_MARKERS)],
             linewidth=1.4,

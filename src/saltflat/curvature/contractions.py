@@ -238,13 +238,18 @@ def _write_again(
         result[:, rows] = _diagonal_gradient(some, right, None)
 
 
-def _diagonal_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
+def _diagonal_gradient(
+    left: Each, right: Tensor, sign: Tensor | None, traces: Tensor | None = None
+) -> Tensor:
+    """Σ s G², and its sum for every sample into `traces`, if these are wanted."""
     _, groups, b, _ = right.shape
     a = left[0].shape[2]
     result = right.new_zeros(groups, a, b)
     for d, rows, gradient in _gradients(left, right):
-        each = torch.unflatten(gradient, 0, (-1, groups))
-        result += signed(each.square_(), _of(sign, d, rows)).sum(0)
+        each = signed(torch.unflatten(gradient, 0, (-1, groups)).square_(), _of(sign, d, rows))
+        result += each.sum(0)
+        if traces is not None:
+            traces[rows] += each.sum((1, 2, 3), dtype=torch.float64)
     return result
 
 
@@ -306,16 +311,22 @@ def signed(values: Tensor, sign: Tensor | None) -> Tensor:
     return values if sign is None else values * sign.reshape(-1, *[1] * (values.ndim - 1))
 
 
-def written_out(gradient: Tensor, weight: Weight, sign: Tensor | None, form: Form) -> Tensor:
+# A form summed over all samples, and the total of every sample.
+Formed = tuple[Tensor, Tensor]
+
+
+def written_out(gradient: Tensor, weight: Weight, sign: Tensor | None, form: Form) -> Formed:
     """A form of gradients (D, n, *shape), as they stand."""
-    lead = gradient.shape[:2].numel()
+    lead = gradient.shape[:2]
     each = gradient.flatten(0, 1)
-    flat_sign = None if sign is None else sign.reshape(lead)
+    flat_sign = None if sign is None else sign.reshape(lead.numel())
     matrix = weight.matrix
     if form == "flatness":
-        return signed(_flatness(each, weight), flat_sign).sum(dtype=torch.float64)
+        values = signed(_flatness(each, weight), flat_sign).double().reshape(lead).sum(0)
+        return values.sum(), values
     sums = matrix.columns if form == "columns" else matrix.rows
-    return signed(sums(each * weight.values, 1).double().square(), flat_sign).sum(0)
+    units = signed(sums(each * weight.values, 1).double().square(), flat_sign)
+    return units.sum(0), units.sum(1).reshape(lead).sum(0)
 
 
 def _flatness(gradient: Tensor, weight: Weight) -> Tensor:
@@ -350,10 +361,10 @@ def divide(values: Tensor, scale: Tensor) -> Tensor:
 
 def _sides(
     left: Each, right: Tensor, layout: Layout, w: Tensor, sign: Tensor | None, form: Form
-) -> Tensor:
+) -> Formed:
     """Σ (Σ W G)² of every row or column; for columns from the gradients or from Wᵀ l: whichever is
     smaller."""
-    parts = []
+    parts, each = [], torch.zeros(len(right), dtype=torch.float64, device=right.device)
     a, positions = left[0].shape[2:]
     b, by_row = right.shape[2], form == "rows"
     for rows in row_blocks(right, positions * (2 * a + b) if by_row else 2 * b * min(a, positions)):
@@ -366,13 +377,15 @@ def _sides(
                 sums = layout.inputs((delta[rows] @ inner.mT).mul_(w).sum(2))
             else:
                 sums = layout.inputs((w.mT @ delta[rows]).mul_(inner).sum(3))
-            parts.append(signed(sums.double().square(), _of(sign, d, rows)).sum(0))
-    return torch.stack(parts).sum(0)
+            squares = signed(sums.double().square(), _of(sign, d, rows))
+            parts.append(squares.sum(0))
+            each[rows] += squares.sum(1)
+    return torch.stack(parts).sum(0), each
 
 
-def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
+def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Formed:
     """By Gram matrices of positions, or by the gradients: whichever is smaller."""
-    total = torch.zeros((), dtype=torch.float64, device=right.device)
+    totals = torch.zeros(len(right), dtype=torch.float64, device=right.device)
     a, positions = left[0].shape[2:]
     b = right.shape[2]
     by_gram = positions <= a
@@ -382,8 +395,8 @@ def _flat(left: Each, right: Tensor, w: Tensor, sign: Tensor | None) -> Tensor:
     for rows in row_blocks(right, 2 * each):
         deltas = (delta[rows] for delta in left)
         for d, values in enumerate(norms(deltas, right[rows], root)):
-            total += signed(values.double(), _of(sign, d, rows)).sum()
-    return total
+            totals[rows] += signed(values.double(), _of(sign, d, rows))
+    return totals.sum(), totals
 
 
 def _norms_by_gram(deltas: Iterable[Tensor], right: Tensor, root: Tensor) -> Iterator[Tensor]:
@@ -447,9 +460,18 @@ class Term(ABC):
             squares = squares * sign.reshape(*sign.shape, *[1] * (squares.ndim - 2))
         return squares.sum((0, 1))
 
-    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+    def diagonal_and_traces(self, sign: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both, where the second is had from what the first takes."""
+        return self.diagonal(sign), self.traces(sign)
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         """A quadratic form of the gradients and the weight, in float64."""
         return written_out(self.gradient(), weight, sign, form)
+
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        """Σ weights · G² of every sample, over entries and directions, in float64."""
+        squares = self.gradient().square().sum(0)
+        return (squares.reshape(len(squares), -1) @ weights.flatten().to(squares)).double()
 
     def outer(self) -> Outer | None:
         """The same gradients as sums of outer products, if they are."""
@@ -502,16 +524,38 @@ class Outer(Term):
         return _apart(_trace_gram, left, right, sign)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
+        if self._by_gradient():
+            return self.layout.assemble(_diagonal_gradient(self.left, self.right, sign))
+        return self.layout.assemble(_apart(_diagonal_pairs, self.left, self.right, sign))
+
+    def _by_gradient(self) -> bool:
         # The sum over directions first costs T² (D + b) products a row instead of D T b, and leaves
         # one large product instead of n·D small ones whose results must each be squared.
         a, positions = self.left[0].shape[2:]
         b, directions = self.right.shape[2], len(self.left)
         many = positions**2 * (a + b) > _PAIRS
-        if many or positions * (directions + b) > 2 * directions * b:
-            return self.layout.assemble(_diagonal_gradient(self.left, self.right, sign))
-        return self.layout.assemble(_apart(_diagonal_pairs, self.left, self.right, sign))
+        return many or positions * (directions + b) > 2 * directions * b
 
-    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+    def diagonal_and_traces(self, sign: Tensor | None) -> tuple[Tensor, Tensor]:
+        # Gram matrices of the positions take T² (D a + b) products; to add up the squares that a
+        # diagonal by the gradients has written out takes D a b additions.
+        a, positions = self.left[0].shape[2:]
+        b, directions = self.right.shape[2], len(self.left)
+        few = positions**2 * (directions * a + b) < directions * a * b
+        if few or not self._by_gradient():
+            return self.diagonal(sign), _apart(_trace_gram, self.left, self.right, sign)
+        traces = torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
+        diagonal = _diagonal_gradient(self.left, self.right, sign, traces)
+        return self.layout.assemble(diagonal), traces
+
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        each = self.layout.factored(weights).flatten().to(self.right)
+        totals = torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
+        for _, rows, gradient in _gradients(self.left, self.right):
+            totals[rows] += gradient.square_().reshape(-1, len(each)) @ each
+        return totals
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         left, right, layout = self.left, self.right, self.layout
         if form == "flatness" and not layout.rows_are_units:
             return written_out(self.gradient(), weight, sign, form)
@@ -555,17 +599,25 @@ class Lookup(Term):
         return self._squares(sign).sum((1, 2), dtype=torch.float64)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
-        squares = self._squares(sign).flatten(0, 1)
-        result = squares.new_zeros(self.rows, squares.shape[-1])
-        return result.index_add_(0, self.index.clamp(min=0).flatten(), squares)
+        return self.diagonal_and_traces(sign)[0]
 
-    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+    def diagonal_and_traces(self, sign: Tensor | None) -> tuple[Tensor, Tensor]:
+        squares = self._squares(sign)
+        result = squares.new_zeros(self.rows, squares.shape[-1])
+        result.index_add_(0, self.index.clamp(min=0).flatten(), squares.flatten(0, 1))
+        return result, squares.sum((1, 2), dtype=torch.float64)
+
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        return (self._squares(None) * weights[self.index.clamp(min=0)]).sum((1, 2)).double()
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         """The table is a matrix whose input units are its rows."""
         rows = weight.values[self.index.clamp(min=0)]
         if weight.scale is not None:
             return written_out(self.gradient(), weight, sign, form)
         width = self.rows if form == "columns" else rows.shape[-1] if form == "rows" else 1
         total = rows.new_zeros(width, dtype=torch.float64)
+        each = rows.new_zeros(len(rows), dtype=torch.float64)
         root = rows
         if form == "flatness":
             root = triangle(weight.values.mT, len(self.deltas) * self.index.numel())
@@ -575,11 +627,14 @@ class Lookup(Term):
                 sums = signed((delta * rows).sum(2).double().square(), part)
                 total.index_add_(0, self.index.clamp(min=0).flatten(), sums.flatten())
             elif form == "rows":
-                total += signed((delta * rows).sum(1).double().square(), part).sum(0)
+                sums = signed((delta * rows).sum(1).double().square(), part)
+                total += sums.sum(0)
             else:
                 pulled = delta.to(root.dtype) @ root.mT
-                total += signed(pulled.square_().sum(2).double(), part).sum()
-        return total if form != "flatness" else total[0]
+                sums = signed(pulled.square_().sum(2).double(), part)
+                total += sums.sum()
+            each += sums.sum(1)
+        return total if form != "flatness" else total[0], each
 
     def _distinct(self) -> Iterator[Tensor]:
         """Deltas added up at the first position of every distinct row of a sample, 0 elsewhere."""
@@ -626,8 +681,9 @@ class Deltas:
         return self._sum(torch.square, sign)
 
     def norms(self, sign: Tensor | None) -> Tensor:
-        """Σ_d s ‖δ_d‖², (n,), without writing the squares out."""
-        return self._sum(_squared_norms, sign)
+        """Σ_d s ‖δ_d‖², (n,), without writing the squares out if they are not."""
+        squares = self._known.get((torch.square, sign is not None))
+        return self._sum(_squared_norms, sign) if squares is None else squares.sum(1)
 
     def _sum(self, square: Callable[[Tensor], Tensor], sign: Tensor | None) -> Tensor:
         key = square, sign is not None
@@ -691,11 +747,17 @@ class RankOne(Term):
             result.addmm_(squares[rows].mT, self.inputs[rows].square())
         return self._assemble(result)
 
-    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Tensor:
+    def weighted_squares(self, weights: Tensor) -> Tensor:
+        (each,) = self.layout.factored(weights.to(self.inputs))
+        pulled: Tensor = (self.deltas.squares(None) @ each).mul_(self.inputs.square())
+        return pulled.sum(1, dtype=torch.float64)
+
+    def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:
         (w,) = self.layout.factored(weight.values)
         if form == "rows":
             outputs: Tensor = (self.inputs @ w.mT).square_()
-            return outputs.mul_(self.deltas.squares(sign)).sum(0, dtype=torch.float64)
+            squares = outputs.mul_(self.deltas.squares(sign))
+            return squares.sum(0, dtype=torch.float64), squares.sum(1, dtype=torch.float64)
         if form == "columns":
             return self._columns(w, sign)
         inputs = self.inputs
@@ -703,17 +765,20 @@ class RankOne(Term):
             w, inputs = w * weight.scale, divide(inputs, weight.scale)
         root = triangle(w, self.deltas.values.shape[:2].numel())
         pulled = self.deltas.values.to(root.dtype) @ root.mT
-        each = _weighted(_squared_norms(pulled), sign)
-        return (each * _squared_norms(inputs)).sum(dtype=torch.float64)
+        each = (_weighted(_squared_norms(pulled), sign) * _squared_norms(inputs)).double()
+        return each.sum(), each
 
-    def _columns(self, w: Tensor, sign: Tensor | None) -> Tensor:
+    def _columns(self, w: Tensor, sign: Tensor | None) -> Formed:
         deltas = self.deltas.values
         total = torch.zeros(w.shape[1], dtype=torch.float64, device=w.device)
+        each = torch.zeros(len(self.inputs), dtype=torch.float64, device=w.device)
         for rows in self._blocks(len(deltas) * w.shape[1]):
             part = None if sign is None else sign[:, rows]
             pulled = _weighted((deltas[:, rows] @ w).square_(), part)
-            total += pulled.mul_(self.inputs[rows].square()).sum(0, dtype=torch.float64)
-        return total
+            squares = pulled.mul_(self.inputs[rows].square())
+            total += squares.sum(0, dtype=torch.float64)
+            each[rows] = squares.sum(1, dtype=torch.float64)
+        return total, each
 
     def _assemble(self, matrix: Tensor) -> Tensor:
         return self.layout.assemble(matrix.unsqueeze(0))

@@ -94,8 +94,10 @@ Result = TypeVar("Result")
 
 # Groups of draws that are kept of an estimate, to tell the error of what is made of it.
 _GROUPS = 20
-# The same where the number of draws is ours to choose, as many or a multiple of it.
+# The same where the number of draws is ours to choose, as many or a multiple of it; half as many
+# where a group of all parameters has more entries than _LARGE.
 _OWN_GROUPS = 16
+_LARGE = 2**23
 _OWN_PROBES = 32
 
 # A gradient is timed on so many samples.
@@ -303,7 +305,9 @@ class Curvature:
         """
         given = self.estimator
         count = given.probes if isinstance(given, Hutchinson) else given and given.draws
-        groups = min(count, _GROUPS) if count else _OWN_GROUPS
+        entries = sum(p.numel() for p in self.risk.parameters.values())
+        own = _OWN_GROUPS // 2 if entries > _LARGE else _OWN_GROUPS
+        groups = min(count, _GROUPS) if count else own
         quantities = self.find(kinds, groups, only).quantities
         return {kind: quantities[kind] for kind in kinds if kind in quantities}
 
@@ -622,7 +626,8 @@ class _Search:
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in sweep.rules.items()}
         reasons = {name: self._why(name, rule) for name, rule in rules.items()}
         for kind, values in _by_kind(fetched(sweep.values())).items():
-            self._add(kind, Quantity(values, rules=rules, reasons=reasons))
+            spread = sweep.spread(kind)
+            self._add(kind, Quantity(values, rules=rules, reasons=reasons, spread=spread))
         self._doubt(sweep.samples)
         self.findings.samples = sweep.samples
         return None

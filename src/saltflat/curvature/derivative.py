@@ -40,7 +40,7 @@ class _Comparison:
         return isfinite(b) and abs(a - b) <= self.tolerance * max(abs(a), abs(b)) + noise
 
 
-_FINE = _Comparison((1e-6, 1e-5, 1e-4), 1e-3)
+_FINE = _Comparison((1e-6, 1e-5, 1e-4, 1e-7, 1e-8), 1e-3)
 _QUICK = _Comparison((2e-5,), 1e-3)  # a ReLU changes sides in one check of ten
 _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
@@ -84,7 +84,7 @@ def check_derivative(
 
 
 def _groups(
-    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], way: _Way
 ) -> Iterator[tuple[dict[str, Tensor], float, float]]:
     """Directions of parameters that add about as much to the slope, so that none goes unseen.
 
@@ -92,7 +92,7 @@ def _groups(
     """
     largest = 0.0
     while gradients:
-        direction = _direction(parameters, gradients)
+        direction = way(parameters, gradients)
         products = [(gradients[n] * v).sum(dtype=torch.float64) for n, v in direction.items()]
         slopes = dict(zip(direction, torch.stack(products).tolist(), strict=True))
         total = sum(map(abs, slopes.values()))
@@ -260,15 +260,23 @@ def _moves(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> b
 
 
 def _noise(parameter: Tensor, seed: int) -> Tensor:
-    """Random, and as large as the entries are, or a typical one where it is zero."""
+    """Random, and as large as the entries and their neighbours are."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(parameter.shape, generator=generator).to(parameter)
     return noise * (parameter.detach().abs() + _typical(parameter))
 
 
 def _typical(parameter: Tensor) -> Tensor:
-    size: Tensor = torch.linalg.vector_norm(parameter.detach()) / max(1, parameter.numel()) ** 0.5
-    return torch.where(size > 0, size, 1e-2)
+    """The size of entries like these, by row and column: of a unit that was scaled down, small."""
+    p = parameter.detach()
+    size: Tensor = torch.linalg.vector_norm(p) / max(1, p.numel()) ** 0.5
+    size = torch.where(size > 0, size, 1e-2)
+    if p.ndim < 2 or not p.numel():
+        return size if p.ndim < 2 and not bool(p.any()) else 1e-3 * size
+    others = [[d for d in range(p.ndim) if d != kept] for kept in (0, 1)]
+    row, column = (p.square().mean(dims, keepdim=True).sqrt() for dims in others)
+    sizes = row * column / size
+    return torch.where(sizes > 0, sizes, 1e-2 * size)
 
 
 def _direction(
@@ -295,6 +303,22 @@ def _direction(
         name: torch.where(g == 0, 3 * (parameters[name].detach().roll(1) + size), v)
         for name, g, v, size in zip(names, given, along, typical, strict=True)
     }
+
+
+def _gentle(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same, but no entry moves by many times its size.
+
+    Rescaled networks have units whose weights are small and whose gradients are large: along these
+    the smallest step would take ReLUs to their other side.
+    """
+    direction = _direction(parameters, gradients)
+    for name, v in direction.items():
+        most = 30 * (parameters[name].detach().abs() + _typical(parameters[name])).to(v)
+        v.clamp_(-most, most)
+    return direction
+
+
+_Way = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -359,7 +383,7 @@ class _Question:
         try:
             return all(
                 self.how.same(slope, self.slope(rows, way, self.how.steps[0]), noise)
-                for way, slope, noise in _groups(rows, parts)
+                for way, slope, noise in _groups(rows, parts, _direction)
             )
         finally:
             _bind(self.risk.parameters, own)
@@ -394,7 +418,7 @@ class _Question:
         def all_agree() -> bool:
             return all(
                 self.agrees({n: gradients[n] for n in way}, noise, rounding)
-                for way, _, noise in _groups(parameters, gradients)
+                for way, _, noise in _groups(parameters, gradients, _gentle)
             )
 
         if all_agree():
@@ -404,7 +428,8 @@ class _Question:
         if not gradients or (written and all_agree()):
             return {}
         blamed = {}
-        noise = 1e-6 * max(abs(slope) for _, slope, _ in _groups(parameters, gradients))
+        sizes = [abs(slope) for _, slope, _ in _groups(parameters, gradients, _gentle)]
+        noise = 1e-6 * max(sizes)
         for name, gradient in gradients.items():
             if not self.agrees({name: gradient}, noise, rounding):
                 direction = _along(parameters, {name: gradient})
@@ -459,7 +484,7 @@ def _written(risk: Risk, batch: Batch) -> set[str]:
 
 def _along(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Along the gradients; where there are none, somewhere."""
-    direction = _direction(parameters, gradients)
+    direction = _gentle(parameters, gradients)
     return {
         n: v if bool(v.any()) else _noise(parameters[n], k)
         for k, (n, v) in enumerate(direction.items())

@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Form, Weight, divide
+from saltflat.curvature.spread import Spread
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.geometry import Matrix
 from saltflat.result import Detail, Value
@@ -102,7 +103,8 @@ class Quantity:
     is the value. Each may be the mean of several draws, of `sizes` in turn; without sizes it is
     one. `freedom` are degrees of freedom of single parameters' errors that come from elsewhere than
     the draws. `total_stderr` and `total_degrees` are those of the sum of all values. `rules` and
-    `reasons` say what computed a value, and why that and not another.
+    `reasons` say what computed a value, and why that and not another. `spread` is how the samples'
+    parts of what is exact vary, where that is known.
     """
 
     values: dict[str, Tensor]
@@ -115,12 +117,14 @@ class Quantity:
     total_degrees: float = inf
     rules: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    spread: Spread | None = None
 
     def add(self, other: Quantity) -> None:
         """The same of other parameters, whose noise comes from a generator of its own."""
         for part in ("values", "draws", "errors", "unknown", "freedom", "rules", "reasons"):
             getattr(self, part).update(getattr(other, part))
         self.sizes = self.sizes or other.sizes
+        self.spread = self.spread or other.spread
         parts = [(each.total_stderr, each.total_degrees) for each in (self, other)]
         self.total_stderr, self.total_degrees = (
             hypot(*(e for e, _ in parts)),
@@ -174,14 +178,23 @@ class Quantity:
             return 0.0
         return float(mean_error(torch.stack(list(sums.values())).sum(0), self.counts)[1])
 
-    def certainty(self, weights: Mapping[str, Tensor | float]) -> dict[str, Any]:
+    def certainty(self, weights: Mapping[str, float]) -> dict[str, Any]:
         """How exact Σ weights · values is, as fields of a measurement."""
         exact = self.exact(weights)
         return {
             "exact": exact,
             "stderr": self.stderr(weights),
             "degrees": inf if exact else self.degrees,
+            "sampling": self.sampling(weights),
         }
+
+    def sampling(self, weights: Mapping[str, float]) -> float | None:
+        """The standard error of Σ weights · values as an estimate of what the population has."""
+        known = self.spread is not None and self.spread.names >= weights.keys()
+        if not known or not self.exact(weights) or not self.unknown.isdisjoint(weights):
+            return None
+        assert self.spread is not None
+        return self.spread.stderr(weights)
 
 
 @final

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, log1p, sqrt
+from math import ceil, inf, log, log1p, sqrt
 from statistics import fmean
 from typing import final
 
@@ -331,13 +331,21 @@ class Tally:
 _ALL = ""  # stands for the sum over all blocks; no parameter is called so
 
 
-def bounded(stderr: float, degrees: float, checkpoint: int) -> float:
+_FIRST_DRAWS, _GROWTH = 8, 1.5
+
+
+def checkpoint(draws: float, first: int) -> int:
+    """The number of the checkpoint, first · 1.5^k, that so many draws reach."""
+    return 1 + max(0, ceil(log(draws / first, _GROWTH) - 1e-9)) if draws > 0 else 1
+
+
+def bounded(stderr: float, degrees: float, place: int) -> float:
     """An upper bound on a standard error that was estimated, to stop at a checkpoint by."""
     from scipy.stats import chi2
 
     if stderr == 0:
         return 0.0
-    return stderr * sqrt(degrees / float(chi2.ppf(0.1 / 2**checkpoint, degrees)))
+    return stderr * sqrt(degrees / float(chi2.ppf(0.1 / 2**place, degrees)))
 
 
 # What things cost, in gradients over the same data: a look at the model with its checks and pilots,
@@ -426,8 +434,7 @@ class Estimation:
             ways, gauss_newton = chosen, rough
         self.spent += self.swept * _DIRECTION
         tally = Tally(self.requests, self.known)
-        checkpoint = 0
-        while (target := self._next(tally, ways)) > tally.count:
+        while (target := self._next(tally, ways, gauss_newton)) > tally.count:
             draws = range(tally.count, target)
             parts = ways.propagated, ways.probed, ways.scales, ways.cost(self._draws_loss)
             sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts)
@@ -437,25 +444,35 @@ class Estimation:
             self.spent += _SETUP + len(draws) * sketch.price
             self.risk.work.add(done.samples, _SETUP)
             tally.add(done, self.groups)
-            checkpoint += 1
-            if self.fixed is None and self._reached(tally, gauss_newton, checkpoint):
+            if self.fixed is None and self._enough(tally, gauss_newton, tally.count):
                 break
         return tally, ways
 
-    def _next(self, tally: Tally, ways: Ways) -> int:
-        """How many draws there are to be at the next checkpoint; no more, if none are paid for."""
-        count = tally.count
+    def _next(self, tally: Tally, ways: Ways, gauss_newton: Mapping[str, float]) -> int:
+        """How many draws there are to be at the next checkpoint; no more, if none are paid for.
+
+        Checkpoints are fixed beforehand; those at which the draws will hardly do are passed over.
+        """
+        count, first, step = tally.count, self._first, self.groups or 1
         if count == 0:
-            return self.fixed.draws if self.fixed is not None else max(8, self.groups)
+            return self.fixed.draws if self.fixed is not None else first
         if tally.samples * count < _LEAST_SIGNS:
             return 2 * count
         if self.fixed is not None:
             return count
         left = self.settings.gradients - self.spent - _SETUP
-        more = int(min(left / ways.cost(self._draws_loss), count, _MOST_DRAWS - count))
-        if self.groups:
-            more -= more % self.groups
-        return count + more if 4 * more >= count else count
+        most = min(count + int(left / ways.cost(self._draws_loss)), _MOST_DRAWS)
+        most -= most % step
+        target, place = count, checkpoint(count, first)
+        while target < most and (target == count or not self._enough(tally, gauss_newton, target)):
+            target = min(max(target, ceil(first * _GROWTH**place / step) * step), most)
+            place += 1
+        return target if 4 * (target - count) >= count else count
+
+    @property
+    def _first(self) -> int:
+        """How many draws there are at the first checkpoint."""
+        return max(_FIRST_DRAWS, self.groups)
 
     @property
     def _written(self) -> bool:
@@ -483,13 +500,19 @@ class Estimation:
         tolerance = self.settings.tolerance
         return tolerance * max(abs(value), gauss_newton, whole / 5)
 
-    def _reached(self, tally: Tally, gauss_newton: Mapping[str, float], checkpoint: int) -> bool:
+    def _enough(self, tally: Tally, gauss_newton: Mapping[str, float], draws: int) -> bool:
+        """Whether with so many draws all errors, bounded, are within the tolerance.
+
+        For more than there are: if the draws to come scatter as those before.
+        """
         whole = sum(gauss_newton.values()) + self.elsewhere
-        return all(
-            bounded(*tally.error(name), checkpoint)
-            <= self._target(tally.value(name), gauss_newton[name], whole)
-            for name in tally.names
-        )
+        place, more = checkpoint(draws, self._first), draws / tally.count
+        for name in tally.names:
+            stderr, degrees = tally.error(name)
+            target = self._target(tally.value(name), gauss_newton[name], whole)
+            if bounded(stderr / sqrt(more), degrees * more, place) > target:
+                return False
+        return True
 
     def _few(self) -> list[Batch]:
         """Some samples for a pilot."""

@@ -40,6 +40,7 @@ from saltflat.curvature.plan import (
 )
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Safe, Use
+from saltflat.curvature.spread import Spread
 from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
@@ -66,6 +67,10 @@ CURVATURE = ANY - FISHER
 # What every parameter has; the others belong to weight matrices.
 EVERY_PARAMETER: frozenset[Kind] = frozenset({"trace", "diagonal"})
 
+# What has a number for every sample that is worth keeping: of the normalized flatness, the scale of
+# the features is the samples' together.
+APART: frozenset[Kind] = frozenset({"trace", "columns", "rows", "flatness", "fisher"})
+
 FORMS: dict[Kind, Form] = {
     "columns": "columns",
     "rows": "rows",
@@ -75,22 +80,31 @@ FORMS: dict[Kind, Form] = {
 
 
 def reduce(
-    term: Term, kinds: frozenset[Kind], weight: Weight | None, sign: Tensor | None
+    term: Term,
+    kinds: frozenset[Kind],
+    weight: Weight | None,
+    sign: Tensor | None,
+    apart: dict[Kind, Tensor] | None = None,
 ) -> Iterator[tuple[Kind, Tensor]]:
     """The wanted quantities of one term; each is a sum over directions and samples.
+
+    `apart` is given the samples' parts of it, of `APART`.
 
     The magnitude is Σ |s| G² beside the diagonal's Σ s G²: what the diagonal's rounding is relative
     to. Where no term is negative it is the diagonal itself, and left out; its sum then stays 0.
     (Of a sum in which some chunks have negative terms and some have not, at most half of what can
     cancel is left out.)
     """
-    if "diagonal" in kinds:
-        diagonal = term.diagonal(sign)
+    apart = {} if apart is None else apart
+    if {"diagonal", "trace"} <= kinds:
+        diagonal, apart["trace"] = term.diagonal_and_traces(sign)
         yield "diagonal", diagonal
-        if "trace" in kinds:
-            yield "trace", diagonal.sum(dtype=torch.float64)
+        yield "trace", diagonal.sum(dtype=torch.float64)
+    elif "diagonal" in kinds:
+        yield "diagonal", term.diagonal(sign)
     elif "trace" in kinds:
-        yield "trace", term.trace(sign)
+        apart["trace"] = term.traces(sign)
+        yield "trace", apart["trace"].sum()
     if "magnitude" in kinds and sign is not None:
         yield "magnitude", term.diagonal(None)
     for kind, form in FORMS.items():
@@ -98,10 +112,12 @@ def reduce(
             assert weight is not None
             plain = kind != "normalized_flatness"
             matrix = Weight(weight.values, weight.matrix) if plain else weight
-            yield kind, term.form(form, matrix, sign)
+            value, apart[kind] = term.form(form, matrix, sign)
+            yield kind, value
     if "fisher" in kinds:
         assert weight is not None
-        yield "fisher", (term.diagonal(sign).double() * weight.values.double().square()).sum()
+        apart["fisher"] = term.weighted_squares(weight.values.square())
+        yield "fisher", apart["fisher"].sum()
 
 
 # What a direction costs that is sent backwards, in gradients: the pass itself, then the squares of
@@ -118,6 +134,9 @@ def direction_price(kinds: frozenset[Kind]) -> float:
 # Below this many entries a direction, on a CPU, the overhead of separate backward passes is
 # larger than what batching them costs.
 _SMALL = 300_000
+
+# Blocks whose parts by sample are kept together: their covariances are the square of that.
+_MOST_NAMES = 2048
 
 # Of the outputs, that a chunk holds at a time: probabilities, factors, a direction.
 _COPIES = 8
@@ -272,6 +291,7 @@ class Pass(ABC):
     rules: dict[str, set[str]] = field(default_factory=dict)
     sums: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)
     pending: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # until a chunk is done
+    even: bool = True  # whether all samples count alike
     _generic: PerSample | None = None
     _size: int | None = None  # samples a chunk, once memory has run out
     _additivity: Additivity | None = None
@@ -342,13 +362,18 @@ class Pass(ABC):
                 # Now there is something to see.
                 plan, examined = plan_again(self.risk, chunk, self.settings.certify), start
                 continue
-            self.samples += size
-            self.normaliser += done[0]
-            self.counted += done[1]
+            self._count(size, *done)
             for key in list(self.pending):
                 self.commit(key, self.pending.pop(key))
             start += size
         return None
+
+    def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
+        self.samples += size
+        self.normaliser += normaliser
+        self.counted += counted
+        share = size * self.normaliser / self.samples
+        self.even = self.even and even and abs(normaliser - share) <= 1e-9 * normaliser
 
     def chunk_size(self, plan: Plan, batch: Batch) -> int:
         """How many samples fit: graph, outputs, deltas of directions, patches, output Hessians.
@@ -374,9 +399,9 @@ class Pass(ABC):
 
     def _samples(
         self, chunk: Batch, index: int, first: int, plan: Plan
-    ) -> tuple[float, int] | Refutation:
-        """Put the chunk's sums into `pending`; return its part of the normaliser, and how many
-        samples count."""
+    ) -> tuple[float, int, bool] | Refutation:
+        """Put the chunk's sums into `pending`; return its part of the normaliser, how many samples
+        count, and whether alike."""
         if plan.channels_last:
             chunk = channels_last(chunk)
         with Recorder(self.risk.parameters) as recorder:
@@ -394,7 +419,8 @@ class Pass(ABC):
             return refutation
         for name in self.requests:
             self.rules.setdefault(name, set()).add(plan.rules[name])
-        return normaliser, self.loss.counted(outputs, chunk.targets)
+        counted = self.loss.counted(outputs, chunk.targets)
+        return normaliser, counted, self.loss.evenly(outputs, chunk.targets)
 
     def _as_probed(self, plan: Plan, chunk: Batch, outputs: Tensor) -> bool:
         """Whether the samples that were looked at have the outputs that they had alone."""
@@ -513,6 +539,8 @@ class ExactPass(Pass):
 
     must_be_linear: bool = field(kw_only=True)
     store: Store | None = None  # keeps the gradients of every chunk, besides what is made of them
+    spreads: dict[Kind, Spread] = field(default_factory=dict)
+    _apart: dict[Kind, dict[str, Tensor]] = field(default_factory=dict)  # of the chunk at hand
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.wants(CURVATURE)))
@@ -538,6 +566,7 @@ class ExactPass(Pass):
     def measure(self, chunk: Chunk) -> Refutation | None:
         work, size = self.risk.work, chunk.batch.size
         work.add(size, FORWARD)
+        self._apart = {}
         if self.store is not None:
             self.store.begin(chunk.index, chunk.first)
         if self.wants(CURVATURE):
@@ -552,11 +581,31 @@ class ExactPass(Pass):
             work.add(size, len(columns) * direction_price(made))
             with torch.no_grad():
                 for name, term in self.terms(chunk, live, arrived, names):
-                    self._add(name, term, sign, kinds)
+                    self._add(name, term, sign, kinds, slice(size), size)
             written = self.written_out(chunk.plan, kinds)
             for rows, name, term in self.generic_terms(chunk, columns, written):
-                self._add(name, term, None if sign is None else sign[:, rows], kinds)
+                part = None if sign is None else sign[:, rows]
+                self._add(name, term, part, kinds, rows, size)
         return None
+
+    def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
+        super()._count(size, normaliser, counted, even)
+        if not (self.even and self.loss.mean):
+            self.spreads.clear()
+            return
+        for kind in APART:
+            names = self.wants(frozenset({kind}))
+            if 0 < len(names) <= _MOST_NAMES:
+                spread = self.spreads.setdefault(kind, Spread(tuple(names)))
+                spread.add(size, self._apart.get(kind, {}))
+        self._apart = {}
+
+    def spread(self, kind: Kind) -> Spread | None:
+        """How the samples' parts of a quantity vary, on its scale; None if they do not count alike
+        or are not known."""
+        found = self.spreads.get(kind)
+        share = self.samples / self.divisor
+        return None if found is None else found.scaled(share**2 if kind == "fisher" else share)
 
     def _directions(self, chunk: Chunk) -> Iterator[Directions]:
         """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
@@ -575,14 +624,29 @@ class ExactPass(Pass):
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
-    def _add(self, name: str, term: Term, sign: Tensor | None, kinds: frozenset[Kind]) -> None:
+    def _add(
+        self,
+        name: str,
+        term: Term,
+        sign: Tensor | None,
+        kinds: frozenset[Kind],
+        rows: slice,
+        size: int,
+    ) -> None:
+        """Add what comes of some rows of a chunk of so many samples."""
         wanted, weight = self.requests[name] & kinds, self.weights.get(name)
         if self.store is not None:
             self.store.add(name, term, sign)
-        for kind, value in reduce(term, wanted, weight, sign):
+        apart: dict[Kind, Tensor] = {}
+        for kind, value in reduce(term, wanted, weight, sign, apart):
             key = kind, name
             waiting = self.pending.get(key)
             self.pending[key] = value if waiting is None else waiting.double().add_(value)
+        for kind in APART & apart.keys():
+            parts = self._apart.setdefault(kind, {})
+            if name not in parts:
+                parts[name] = apart[kind].new_zeros(size)
+            parts[name][rows] += apart[kind]
 
 
 def _as_probed(plan: Plan, outputs: Tensor) -> bool:

@@ -23,7 +23,7 @@ closure clears the gradients, calls `self.manual_backward(loss)` and returns the
 
 FAM needs nothing: make it where the layers are made and add it to the loss in `training_step`.
 
-    self.fam = FAM(self.net, layer="fc", strength=0.1)
+    self.fam = FAM(self.net, layer="fc", share=0.05)
     …
     return criterion(self.net(x), y) + self.fam(y)
 """
@@ -35,10 +35,11 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.errors import InvalidValue, MissingDependency
+from saltflat.errors import InvalidValue, MissingDependency, nearest
 from saltflat.measures import Measure
 from saltflat.session import RandomState
 from saltflat.training import (
@@ -52,12 +53,14 @@ from saltflat.training import (
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping
 except ImportError as error:
     raise MissingDependency(
         "saltflat.integrations.lightning needs Lightning, which is not installed. "
         "Install it with: pip install saltflat[lightning]"
     ) from error
 
+_SKIPPED = "saltflat/skipped"
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
@@ -74,9 +77,14 @@ class SharpnessCallback(MonitorCallback, Callback):
     module : what to measure: the name of a submodule, or a callable of the LightningModule. By
         default the LightningModule itself, whose `forward` must then return the outputs.
 
-    Values are also in `trainer.callback_metrics`, for checkpoints and early stopping. A measurement
-    that the budget did not allow is logged as `saltflat/skipped`. On several ranks the first one
-    measures while the others wait at their next reduction.
+    Values are also in `trainer.callback_metrics`, for checkpoints and early stopping, and only in
+    the epoch in which they were measured: after one without a measurement (skipped for the budget,
+    failed, not due) there is None, with which ModelCheckpoint saves nothing and
+    `EarlyStopping("saltflat/hessian_trace", strict=False)` waits. `strict=True` would end training
+    there; together with a budget, or with measurements not every epoch, it is an error at the
+    start. Put this callback before EarlyStopping. A measurement that the budget did not allow is
+    logged as `saltflat/skipped`. On several ranks the first one measures while the others wait at
+    the end of the epoch, when they get the values.
 
     Where the trainer's settings would make SAM or BNSharpnessSGD wrong, training does not start.
     """
@@ -94,24 +102,37 @@ class SharpnessCallback(MonitorCallback, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_optimizers(trainer, pl_module)
+        self._check_listeners(trainer)
         if trainer.is_global_zero:
             self._start(self._measured(pl_module))
         self._step = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for key in (*self._keys, _SKIPPED):
+            _publish(trainer, key, None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *arguments: Any
     ) -> None:
         if self.monitor is not None and trainer.global_step > self._step:
             self._step = trainer.global_step
-            self._log(trainer, pl_module, self.monitor.step(self._step))
+            self._log(trainer, self.monitor.step(self._step))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor is not None:
             record = self.monitor.epoch(trainer.current_epoch + 1, step=trainer.global_step)
-            self._log(trainer, pl_module, record)
+            self._log(trainer, record)
+        known = {key: trainer.callback_metrics.get(key) for key in (*self._keys, _SKIPPED)}
+        for key, value in trainer.strategy.broadcast(known).items():
+            _publish(trainer, key, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for key in (*self._keys, _SKIPPED):
+            if trainer.callback_metrics.get(key) is None:
+                trainer.callback_metrics.pop(key, None)
 
     def _measured(self, pl_module: LightningModule) -> nn.Module:
         if self._module is None:
@@ -120,14 +141,49 @@ class SharpnessCallback(MonitorCallback, Callback):
             return pl_module.get_submodule(self._module)
         return self._module(pl_module)
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
+    @property
+    def _keys(self) -> list[str]:
+        """The names under which measures are logged."""
+        return [f"saltflat/{each.name}" for each in self.measures]
+
+    def _check_listeners(self, trainer: Trainer) -> None:
+        """Refuse callbacks that would decide by values which are not there, or not yet."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for place, callback in enumerate(callbacks):
+            key, name = getattr(callback, "monitor", None), type(callback).__name__
+            if not isinstance(key, str) or not key.startswith("saltflat/"):
+                continue
+            if key not in self._keys:
+                raise InvalidValue(f"{name} monitors {key!r}. {nearest(key, self._keys)}")
+            if not isinstance(callback, EarlyStopping):
+                continue
+            if place < callbacks.index(self):
+                raise InvalidValue(
+                    f"{name} comes before {type(self).__name__} and would see the values of the "
+                    "epoch before. Put it behind: callbacks=[SharpnessCallback(…), "
+                    f"{name}({key!r}, …)]."
+                )
+            if callback.strict and self.may_miss_epochs:
+                raise InvalidValue(
+                    f"{name} with strict=True ends training where {key!r} is not measured, for its "
+                    f"budget or as it is not due. {name}({key!r}, strict=False) waits for the next "
+                    "value; SharpnessCallback(…, budget=None) after every epoch skips none."
+                )
+
+    def _log(self, trainer: Trainer, record: Record | None) -> None:
         if record is None:
             return
         values = record.metrics()
         for logger in trainer.loggers:  # not every step is one at which `self.log` writes
             logger.log_metrics(values, step=trainer.global_step)
-        for name, value in values.items():
-            pl_module.log(name, value, logger=False, rank_zero_only=True)
+        for key in (*self._keys, _SKIPPED):
+            _publish(trainer, key, values.get(key))
+
+
+def _publish(trainer: Trainer, key: str, value: float | Tensor | None) -> None:
+    """For other callbacks: a key that is not there is an error to some of them, None is not."""
+    metrics: dict[str, Any] = trainer.callback_metrics
+    metrics[key] = None if value is None else torch.as_tensor(value)
 
 
 class SharpnessModuleMixin:

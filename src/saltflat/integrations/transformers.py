@@ -5,7 +5,7 @@
         args=TrainingArguments(…),
         train_dataset=data,
         perturb=lambda base: SAM(base, rho=0.05),
-        fam=FAM(model, layer="classifier", strength=0.1),
+        fam=FAM(model, layer="classifier", share=0.05),
         callbacks=[SharpnessTrainerCallback(probe)],
     )
     trainer.train()

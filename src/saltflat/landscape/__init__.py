@@ -1,6 +1,7 @@
 """The loss around a model's parameters: its surface, and the largest growth in a region of it."""
 
 from saltflat.landscape.batchnorm import BatchStatistics, Feeds, batch_mode
+from saltflat.landscape.descent import Descent, descend
 from saltflat.landscape.neighbourhoods import (
     Ball,
     Neighbourhood,
@@ -13,24 +14,26 @@ from saltflat.landscape.neighbourhoods import (
     near_rounding,
 )
 from saltflat.landscape.spheres import Filters, Spheres, at_least_tiny
-from saltflat.landscape.surfaces import BatchLandscape, Landscape, shifted
+from saltflat.landscape.surfaces import BatchSurface, RiskSurface, shifted
 
 __all__ = [
     "Ball",
-    "BatchLandscape",
     "BatchStatistics",
+    "BatchSurface",
+    "Descent",
     "Feeds",
     "Filters",
-    "Landscape",
     "Neighbourhood",
     "Point",
     "Region",
+    "RiskSurface",
     "Spheres",
     "ascend",
     "at_least_tiny",
     "batch_mode",
     "check_draws",
     "check_search",
+    "descend",
     "gaussian",
     "near_rounding",
     "shifted",

@@ -15,7 +15,7 @@ from torch import Tensor
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import LEAST_DRAWS, degrees_of_freedom
 from saltflat.errors import InvalidValue
-from saltflat.landscape.surfaces import Landscape
+from saltflat.landscape.surfaces import RiskSurface
 
 Point = dict[str, Tensor]  # float64, by parameter name
 Function = Callable[[Point], tuple[float, Mapping[str, Tensor]]]  # value and gradient
@@ -117,7 +117,7 @@ class Neighbourhood:
     """
 
     def __init__(
-        self, landscape: Landscape, ball: Ball, *, seed: int, adaptive: bool = False
+        self, landscape: RiskSurface, ball: Ball, *, seed: int, adaptive: bool = False
     ) -> None:
         self.landscape = landscape
         self.ball = ball

@@ -14,7 +14,7 @@ from torch import Tensor
 from saltflat.curvature import Company, Curvature, Safe, Settings
 from saltflat.errors import DataError
 from saltflat.landscape.batchnorm import BatchStatistics, batch_mode
-from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
+from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor, scalar
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
@@ -50,17 +50,20 @@ class Surface(ABC):
         self.evaluations = 0
         self._checked = False  # data and targets are looked at once
 
-    def value(self, v: Vector | None = None) -> float:
-        """L(θ + v)."""
+    def value(self, v: Vector | None = None, *, overflow: bool = False) -> float:
+        """L(θ + v), which may be infinite or NaN where it may `overflow`, and is an error else."""
         with self._at(v or {}), torch.no_grad():
-            return self._finite(self._evaluate(None))
+            value = self._evaluate(None)
+            return value if overflow else self._finite(value)
 
-    def gradient(self, v: Vector | None = None) -> tuple[float, Gradient]:
-        """L(θ + v) and its gradient in the parameters, in float64."""
+    def gradient(
+        self, v: Vector | None = None, dtype: torch.dtype | None = torch.float64
+    ) -> tuple[float, Gradient]:
+        """L(θ + v) and its gradient in the parameters, in `dtype`, or in their own for None."""
         with self._at(v or {}):
-            sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
+            sums = {n: torch.zeros_like(p, dtype=dtype) for n, p in self.parameters.items()}
             value = self._finite(self._evaluate(sums))
-        return value, sums
+        return value, {name: total.detach() for name, total in sums.items()}
 
     @abstractmethod
     def _evaluate(self, sums: Gradient | None) -> float:
@@ -122,7 +125,7 @@ class _InCompany(Exception):
 
 
 @final
-class Landscape(Surface):
+class RiskSurface(Surface):
     """The risk itself: evaluation mode, the global normaliser, whatever the batches are."""
 
     def __init__(
@@ -136,6 +139,19 @@ class Landscape(Surface):
         self._company = Company(risk)
         # A gradient keeps about twice what a forward pass does.
         self.chunk = plan.chunk(curvature.settings.budget(risk.device), 8)
+
+    def accuracy(self, v: Vector | None = None) -> float:
+        """The share of labels that the largest output names at θ + v; a further forward pass."""
+        loss, hits, count = self.loss, 0, 0
+        assert isinstance(loss, CrossEntropy), "whoever asks has looked"
+        with self._at(v or {}), torch.no_grad():
+            for batch in self._chunks():
+                outputs, labels = loss.class_last(self._forward(batch), batch.targets)
+                labels = labels.argmax(-1) if labels.is_floating_point() else labels
+                counted = labels != loss.ignore_index
+                hits += int(((outputs.argmax(-1) == labels) & counted).sum())
+                count += int(counted.sum())
+        return hits / count
 
     def _evaluate(self, sums: Gradient | None) -> float:
         def attempt(size: int) -> float:
@@ -201,9 +217,15 @@ class Landscape(Surface):
     def _chunks(self) -> Iterator[Batch]:
         return self.risk.chunks(None if self.coupled else self.chunk)
 
+    def answers(self) -> Iterator[tuple[Batch, Tensor]]:
+        """The samples, some at a time, with the outputs of the model as it is."""
+        for batch in self._chunks():
+            with torch.no_grad():
+                yield batch, self._forward(batch)
+
 
 @final
-class BatchLandscape(Surface):
+class BatchSurface(Surface):
     """The mean over the data's batches of the loss of one batch, BatchNorm with the statistics of
     the batch and everything else in evaluation mode (Yi et al. 2019, eq. 2).
 

@@ -24,7 +24,12 @@ class DeltaSharpness(Measure):
 
     name: ClassVar[str] = "delta_sharpness"
     title: ClassVar[str] = "max_{‖v‖≤δ} (L(θ+v) − L(θ)) / (1 + L(θ))"
+    explanation: ClassVar[str] = (
+        "The largest growth of the loss within a small ball around the weights, relative to "
+        "one plus the loss."
+    )
     paper: ClassVar[str] = "Keskar et al. 2017"
+    references: ClassVar[tuple[str, ...]] = ("keskar2017large", "yi2019bn")
     equation: ClassVar[str] = "(1) of Yi et al. 2019"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -64,7 +69,12 @@ class SamSharpness(Measure):
 
     name: ClassVar[str] = "sam_sharpness"
     title: ClassVar[str] = "max_{‖v‖≤ρ} L(θ+v) − L(θ)"
+    explanation: ClassVar[str] = (
+        "The largest growth of the loss within a ball of fixed radius around the weights, "
+        "which SAM trains against."
+    )
     paper: ClassVar[str] = "Foret et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("foret2021sharpness",)
     equation: ClassVar[str] = "section 2"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -99,7 +109,11 @@ class AdaptiveSharpness(Measure):
 
     name: ClassVar[str] = "adaptive_sharpness"
     title: ClassVar[str] = "max_{‖u‖≤ρ} L(θ + |w|∘u) − L(θ)"
+    explanation: ClassVar[str] = (
+        "The largest growth of the loss when every weight moves by at most a share of its own size."
+    )
     paper: ClassVar[str] = "Kwon et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("kwon2021asam",)
     equation: ClassVar[str] = "definition 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING

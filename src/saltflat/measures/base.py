@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, final
 
+from saltflat.bibliography import bibtex
 from saltflat.curvature import Curvature, Kind, Layer, Quantity
 from saltflat.errors import NotApplicable, SaltflatError
-from saltflat.landscape import Landscape
+from saltflat.landscape import RiskSurface
 from saltflat.losses import JointLoss, Loss
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.risk import Risk
@@ -71,11 +72,11 @@ class Context:
             )
         return self._group
 
-    def landscape(self) -> Landscape:
+    def landscape(self) -> RiskSurface:
         """The risk around the weight matrices: biases and normalisation parameters stay."""
         budget = None if self.engine is None else self.engine.settings.memory_budget
         names = [layer.parameter for layer in self.layers]
-        return Landscape(self.risk, names, memory_budget=budget)
+        return RiskSurface(self.risk, names, memory_budget=budget)
 
     def quantity(self, kind: Kind) -> Quantity:
         if kind in self.failures:
@@ -100,8 +101,10 @@ class Measure(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]  # the formula in a few words
+    explanation: ClassVar[str] = ""  # what it is, in one plain sentence
     paper: ClassVar[str]
     equation: ClassVar[str]
+    references: ClassVar[tuple[str, ...]] = ()  # keys of the papers in `saltflat.bibliography`
     needs: ClassVar[frozenset[Need]]
     invariant_to: ClassVar[frozenset[Symmetry]]
     cost: ClassVar[Cost] = "sweep"
@@ -137,11 +140,20 @@ class Measure(ABC):
         the same data. Fixed, not timed; on a network that is proved piecewise linear."""
         return 0.0
 
+    @classmethod
+    def cite(cls) -> str:
+        """BibTeX of the papers that the measure is from."""
+        return bibtex(*cls.references)
+
     def for_comparison(self) -> Self:
         """The same, as exact as it takes to see whether it moves with a rescaling."""
         return self
 
     def measurement(self, **fields: Any) -> Measurement:
         """A measurement of this measure with its name, settings and invariance filled in."""
-        usual = {"invariant_to": self.invariant_to, "settings": self.settings()}
+        usual = {
+            "invariant_to": self.invariant_to,
+            "settings": self.settings(),
+            "references": self.references,
+        }
         return Measurement(name=self.name, **(usual | fields))

@@ -14,7 +14,7 @@ from saltflat.checks import check_choice, check_integer, check_number
 from saltflat.curvature import Layer
 from saltflat.errors import NotApplicable
 from saltflat.landscape import (
-    BatchLandscape,
+    BatchSurface,
     Feeds,
     Filters,
     Point,
@@ -49,7 +49,12 @@ class BNSharpness(Measure):
 
     name: ClassVar[str] = "bn_sharpness"
     title: ClassVar[str] = "sup_v δ^{−1/p} (∫ |(L(θ+tv) − L(θ))/δ|^p dt)^{1/p}"
+    explanation: ClassVar[str] = (
+        "The fastest change of the loss over a short step, with every filter that feeds "
+        "BatchNorm measured by its own length."
+    )
     paper: ClassVar[str] = "Yi et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("yi2019bn",)
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"batchnorm"})
@@ -84,7 +89,7 @@ class BNSharpness(Measure):
                 "model has none. Use sam_sharpness or adaptive_sharpness."
             )
         directions = Directions(context.layers, fed)
-        surface = BatchLandscape(context.risk, list(fed))
+        surface = BatchSurface(context.risk, list(fed))
         loss, gradient = surface.gradient()
         limit = (2 / (self.p + 1)) ** (1 / self.p) * directions.slope(gradient)
         value, notes = limit, [f"batch statistics: depends on the batch size {surface.batch_size}"]
@@ -105,7 +110,7 @@ class BNSharpness(Measure):
         )
 
     def _details(
-        self, surface: BatchLandscape, loss: float, limit: float, names: list[str]
+        self, surface: BatchSurface, loss: float, limit: float, names: list[str]
     ) -> dict[str, Any]:
         return {
             "batch_size": surface.batch_size,
@@ -118,7 +123,7 @@ class BNSharpness(Measure):
 
     def _search(
         self,
-        surface: BatchLandscape,
+        surface: BatchSurface,
         loss: float,
         directions: Directions,
         gradient: Point,

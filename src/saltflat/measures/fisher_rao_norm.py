@@ -29,7 +29,12 @@ class FisherRaoNorm(Measure):
 
     name: ClassVar[str] = "fisher_rao_norm"
     title: ClassVar[str] = "Σ_i θ_i² E[(∂ℓ/∂θ_i)²]"
+    explanation: ClassVar[str] = (
+        "The mean squared slope of the loss along each parameter, weighted by the parameter's "
+        "squared size."
+    )
     paper: ClassVar[str] = "Liang et al. 2019; Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("liang2019fisher", "tsuzuku2020normalized")
     equation: ClassVar[str] = "(25)"
     needs: ClassVar[frozenset[Need]] = frozenset({"fisher"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -45,7 +50,13 @@ class FisherRaoNorm(Measure):
             return self._liang(context)
         fisher = context.quantity("fisher")
         by_layer = {x.name: float(fisher.values[x.parameter]) for x in context.layers}
-        return self.measurement(value=sum(by_layer.values()), exact=True, by_layer=by_layer)
+        every = {layer.parameter: 1.0 for layer in context.layers}
+        return self.measurement(
+            value=sum(by_layer.values()),
+            exact=True,
+            sampling=fisher.sampling(every),
+            by_layer=by_layer,
+        )
 
     def _liang(self, context: Context) -> Measurement:
         risk, loss = context.risk, context.loss

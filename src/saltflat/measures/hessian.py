@@ -16,7 +16,11 @@ class HessianTrace(Measure):
 
     name: ClassVar[str] = "hessian_trace"
     title: ClassVar[str] = "Tr H"
+    explanation: ClassVar[str] = (
+        "The sum of the curvatures along all parameters: how much the loss bends on average."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
@@ -48,7 +52,11 @@ class HessianMaxEigenvalue(Measure):
 
     name: ClassVar[str] = "hessian_max_eigenvalue"
     title: ClassVar[str] = "λ_max(H)"
+    explanation: ClassVar[str] = (
+        "How much the loss bends along the direction in which it bends most."
+    )
     paper: ClassVar[str] = "Keskar et al. 2017; Yao et al. 2018"
+    references: ClassVar[tuple[str, ...]] = ("keskar2017large", "yao2018hessian")
     equation: ClassVar[str] = ""
     cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})

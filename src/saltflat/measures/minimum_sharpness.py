@@ -43,7 +43,12 @@ class MinimumSharpness(Measure):
 
     name: ClassVar[str] = "minimum_sharpness"
     title: ClassVar[str] = "min_α Tr H"
+    explanation: ClassVar[str] = (
+        "The least Hessian trace that any rescaling of whole layers reaches without changing "
+        "the function."
+    )
     paper: ClassVar[str] = "Ibayashi et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("ibayashi2021minimum",)
     equation: ClassVar[str] = "(4), Theorem 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
@@ -78,7 +83,12 @@ class NeuronwiseMinimumSharpness(Measure):
 
     name: ClassVar[str] = "neuronwise_minimum_sharpness"
     title: ClassVar[str] = "min over all rescalings of Tr H"
+    explanation: ClassVar[str] = (
+        "The least Hessian trace that any rescaling, of single units too, reaches without "
+        "changing the function."
+    )
     paper: ClassVar[str] = "saltflat, after Ibayashi et al. 2021"
+    references: ClassVar[tuple[str, ...]] = ("saltflat", "ibayashi2021minimum")
     equation: ClassVar[str] = ""
     needs: ClassVar[frozenset[Need]] = frozenset({"diagonal"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -114,6 +124,7 @@ def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]
         return {
             "value": least.value,
             "exact": True,
+            "sampling": source.sampling(_shares(source, least)),
             "gap": least.gap,
             "by_parameter": least.by_parameter,
             "notes": notes(least),
@@ -133,6 +144,13 @@ def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]
         "by_parameter": {name: fitted.by_parameter[name] for name in source.values},
         "notes": (*((NOTE,) if bounds else ()), *notes(least)),
     }
+
+
+def _shares(source: Quantity, least: Least) -> dict[str, float]:
+    """The derivatives of the least trace in the traces, which are the factors at the minimum: the
+    minimum does not move to first order."""
+    totals = {name: float(value.sum()) for name, value in source.values.items()}
+    return {n: least.by_parameter[n] / total for n, total in totals.items() if total}
 
 
 def alphas(least: Least, layers: Any) -> dict[str, float]:

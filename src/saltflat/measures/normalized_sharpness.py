@@ -8,7 +8,7 @@ For comparison with the exact diagonal and the exact minimisation, which are bot
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, ClassVar, final
@@ -49,7 +49,12 @@ class NormalizedSharpness(Measure):
 
     name: ClassVar[str] = "normalized_sharpness"
     title: ClassVar[str] = "Σ_d min_σσ' Σ h (σσ')² + W²/(2λ(σσ')²)"
+    explanation: ClassVar[str] = (
+        "What noise in the weights costs at best, when every row and column of a matrix may have "
+        "noise of its own size."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(17)"
     needs: ClassVar[frozenset[Need]] = frozenset({"diagonal", "magnitude"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -124,7 +129,11 @@ class MatrixNormalizedSharpness(Measure):
 
     name: ClassVar[str] = "matrix_normalized_sharpness"
     title: ClassVar[str] = "Σ_d sqrt(‖W_d‖² Tr H_d)"
+    explanation: ClassVar[str] = (
+        "What noise in the weights costs at best, when every layer may have noise of its own size."
+    )
     paper: ClassVar[str] = "Tsuzuku et al. 2020"
+    references: ClassVar[tuple[str, ...]] = ("tsuzuku2020normalized",)
     equation: ClassVar[str] = "(13)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
@@ -142,8 +151,13 @@ class MatrixNormalizedSharpness(Measure):
             by_layer = {
                 x.name: sqrt(x.norm_squared * max(known[x.name], 0.0)) for x in context.layers
             }
-            value = sum(by_layer.values())
-            return self.measurement(value=value, exact=True, by_layer=by_layer, notes=notes)
+            return self.measurement(
+                value=sum(by_layer.values()),
+                exact=True,
+                sampling=trace.sampling(_root_slopes(context.layers, known)),
+                by_layer=by_layer,
+                notes=notes,
+            )
         fitted = root_bound(trace, {x.parameter: x.norm_squared for x in context.layers})
         return self.measurement(
             value=fitted.value,
@@ -152,6 +166,12 @@ class MatrixNormalizedSharpness(Measure):
             by_layer={name: fitted.by_parameter[p] for name, p in names.items()},
             notes=(NOTE, *notes),
         )
+
+
+def _root_slopes(layers: Sequence[Layer], traces: Mapping[str, float]) -> dict[str, float]:
+    """The derivatives of Σ sqrt(‖W‖² Tr H) in the traces; 0 for what counts as zero."""
+    positive = [layer for layer in layers if traces[layer.name] > 0]
+    return {x.parameter: sqrt(x.norm_squared / traces[x.name]) / 2 for x in positive}
 
 
 @final

@@ -35,7 +35,12 @@ class Kappa(Measure):
 
     name: ClassVar[str] = "kappa"
     title: ClassVar[str] = "Σ_l ‖W_l‖² λ_max(H_l)"
+    explanation: ClassVar[str] = (
+        "The largest curvature of every layer, times the squared length of its weights, summed "
+        "over layers."
+    )
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "Definition 1 and Table 1, κ"
     cost: ClassVar[Cost] = "eigenvalues"
     needs: ClassVar[frozenset[Need]] = frozenset({"passes"})
@@ -87,7 +92,12 @@ class KappaTrace(Measure):
 
     name: ClassVar[str] = "kappa_trace"
     title: ClassVar[str] = "Σ_l ‖W_l‖² Tr H_l"
+    explanation: ClassVar[str] = (
+        "The Hessian trace of every layer, times the squared length of its weights, summed "
+        "over layers."
+    )
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "Table 1, κ_τ"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace", "diagonal"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
@@ -133,7 +143,12 @@ class Rho(Measure):
 
     name: ClassVar[str] = "rho"
     title: ClassVar[str] = "Σ_j w(j)ᵀ H_jj w(j)"
+    explanation: ClassVar[str] = (
+        "How much the loss bends when the weights of single units grow or shrink as they are, "
+        "summed over units."
+    )
     paper: ClassVar[str] = "Petzka et al. 2019"
+    references: ClassVar[tuple[str, ...]] = ("petzka2019reparameterization",)
     equation: ClassVar[str] = "appendix B and Table 1, ρ"
     needs: ClassVar[frozenset[Need]] = frozenset({"columns"})
     invariant_to: ClassVar[frozenset[Symmetry]] = EVERY_RESCALING
@@ -177,7 +192,12 @@ class RelativeFlatness(Measure):
 
     name: ClassVar[str] = "relative_flatness"
     title: ClassVar[str] = "Σ ⟨w_s, w_s'⟩ Tr H_ss'"
+    explanation: ClassVar[str] = (
+        "The curvature of one layer, weighted by how alike its neurons' weights are; it bounds "
+        "robustness in the layer's features."
+    )
     paper: ClassVar[str] = "Petzka et al. 2021; Adilova et al. 2023"
+    references: ClassVar[tuple[str, ...]] = ("petzka2021relative", "adilova2023fam")
     equation: ClassVar[str] = "Definition 3 (2021)"
     needs: ClassVar[frozenset[Need]] = frozenset({"flatness"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer", "batchnorm"})

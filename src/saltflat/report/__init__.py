@@ -1,7 +1,32 @@
-"""Results as tables and files; nothing here computes a measure."""
+"""Results as tables, files and pages; nothing here computes a measure."""
 
-from saltflat.report import store
-from saltflat.report.provenance import Provenance, provenance
-from saltflat.report.report import ASK, Comparison, Report, invariance
+from saltflat.report import html, store
+from saltflat.report.html import Cell, Figure, Section, Table
+from saltflat.report.provenance import Provenance, model_hash, provenance
+from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed
+from saltflat.report.standing import STANDING, Standing, standing
+from saltflat.report.verdict import Verdict
+from saltflat.report.words import invariance
 
-__all__ = ["ASK", "Comparison", "Provenance", "Report", "invariance", "provenance", "store"]
+__all__ = [
+    "ASK",
+    "STANDING",
+    "WIDE",
+    "Cell",
+    "Comparison",
+    "Figure",
+    "Grid",
+    "Provenance",
+    "Report",
+    "Section",
+    "Standing",
+    "Table",
+    "Verdict",
+    "framed",
+    "html",
+    "invariance",
+    "model_hash",
+    "provenance",
+    "standing",
+    "store",
+]

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final, get_args
+from typing import TYPE_CHECKING, Any, final
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from saltflat.bibliography import bibtex
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
-from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
-from saltflat.report import store
+from saltflat.measurement import Measurement
+from saltflat.printed import Printed
+from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
-from saltflat.result import Results
+from saltflat.report.standing import Standing
+from saltflat.report.verdict import SAME, Verdict, judged
+from saltflat.report.words import gradients, invariance, settings
+from saltflat.result import Density, Diagonal, Results
 
 if TYPE_CHECKING:
     import pandas
@@ -28,11 +35,15 @@ class Report(Results[Measurement]):
     """Measurements by name.
 
     `skipped` says why a measure is not among them. `left_out` are those that nobody asked for and
-    that are not computed unasked, with their prices in gradients.
+    that are not computed unasked, with their prices in gradients. `standing` tells the loss, and
+    whether the model is at a minimum of it; None in files of before there was one.
+
+    The column "sampling" holds `Measurement.sampling` as a share of the value: what is exact on
+    these samples is still an estimate for the population that they come from.
 
     The column "cost, gradients" holds what was spent: passes over the data, counted at fixed prices
     (see `saltflat.work`), a gradient being one forward and one backward pass. The sweep that
-    measures share stands once, in the last row; what a measure took besides is in its own.
+    measures share stands once, in a row at the end; what a measure took besides is in its own.
 
     Examples
     --------
@@ -49,6 +60,7 @@ class Report(Results[Measurement]):
     provenance: Provenance
     notes: tuple[str, ...] = ()
     left_out: Mapping[str, float] = field(default_factory=dict)
+    standing: Standing | None = None
 
     def __getitem__(self, name: str) -> Measurement:
         if name in self.measurements:
@@ -62,15 +74,57 @@ class Report(Results[Measurement]):
             )
         raise NotMeasured(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
 
-    def save(self, path: str | Path) -> Path:
-        """Write the report to a .json file, whole or not at all."""
-        return store.save(path, "A report", store.plain(self))
+    def save(
+        self,
+        path: str | Path,
+        *,
+        audit: html.Sectioned | None = None,
+        density: Density | None = None,
+        diagonal: Diagonal | None = None,
+        landscape: html.Sectioned | Sequence[html.Sectioned] = (),
+        comparison: Comparison | None = None,
+        history: Sequence[sections.Moment] | sections.Monitored = (),
+    ) -> Path:
+        """Write the report to a file, whole or not at all: .json to be loaded again, or .html.
+
+        A page is one file that opens without a network. It also shows what is passed along, for a
+        report never computes anything: an `Audit`, a `Density`, a `Diagonal`, one `Landscape` or
+        several, a `Comparison`, and a `Monitor` or its history.
+        """
+        parts = {
+            "audit": audit,
+            "density": density,
+            "diagonal": diagonal,
+            "landscape": landscape,
+            "comparison": comparison,
+            "history": history,
+        }
+        given = {name: part for name, part in parts.items() if part not in (None, (), [])}
+        if Path(path).suffix == ".html":
+            title = f"Flatness of {self.provenance.model}"
+            return html.write(path, title, [*self.sections(), *sections.further(given)])
+        if given:
+            raise InvalidValue(
+                f"A report is saved as .json without {', '.join(given)}, which only a .html file "
+                f"shows. Got {Path(path).name!r}."
+            )
+        return store.save(path, "A report", "report", store.plain(self))
+
+    def sections(self) -> list[html.Section]:
+        """What a page shows of it."""
+        p = self.provenance
+        return [
+            sections.summary(p, self.standing, self.notes),
+            sections.measures(self.measurements, self.skipped, self.left_out, p.gradients),
+            *sections.layers(self.measurements),
+            *sections.neurons(self.measurements),
+        ]
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
         """Read a report that `save` wrote."""
         complaint = f"{path} is a damaged report"
-        return store.decoded(cls, store.read(path), complaint, _upgraded)
+        return store.decoded(cls, store.read(path, "report"), complaint, _upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a measure; one that was skipped or left out has the value NaN, and says why."""
@@ -82,6 +136,7 @@ class Report(Results[Measurement]):
                 "exact": m.exact,
                 "stderr": m.stderr,
                 "degrees": m.degrees,
+                "sampling": nan if m.sampling is None else m.sampling,
                 "gap": m.gap,
                 "bound": m.bound,
                 "invariant_to": ", ".join(sorted(m.invariant_to)),
@@ -101,13 +156,13 @@ class Report(Results[Measurement]):
         """The two side by side, and whether that is meaningful."""
         return Comparison({names[0]: self, names[1]: other})
 
-    def layers(self) -> Table:
-        """The values by layer, a column a measure."""
-        columns = {m.name: m.by_layer for m in self.values() if m.by_layer}
-        return _grid("By layer", "layer", columns)
+    def layers(self) -> Grid:
+        """The values by layer, a column a measure; it prints itself."""
+        columns = {m.name: dict(m.by_layer) for m in self.values() if m.by_layer}
+        return Grid("By layer", "layer", columns)
 
-    def neurons(self, layer: str) -> Table:
-        """The values by neuron of one layer, a column a measure."""
+    def neurons(self, layer: str) -> Grid:
+        """The values by neuron of one layer, a column a measure; it prints itself."""
         columns = {
             f"{m.name}, {m.neurons}" if m.neurons else m.name: m.by_neuron[layer]
             for m in self.values()
@@ -117,62 +172,79 @@ class Report(Results[Measurement]):
             known = {name: None for m in self.values() for name in m.by_neuron}
             raise InvalidValue(f"No values by neuron of layer {layer!r}. {nearest(layer, known)}")
         by_number = {k: dict(enumerate(v.tolist())) for k, v in columns.items()}
-        return _grid(f"By neuron, layer {layer}", "neuron", by_number, justify="right")
+        return Grid(f"By neuron, layer {layer}", "neuron", by_number)
 
-    def __rich__(self) -> Table:
-        p = self.provenance
+    def cite(self) -> str:
+        """BibTeX of the papers that the measures are from, each once."""
+        return bibtex(*dict.fromkeys(key for m in self.values() for key in m.references))
+
+    def table(self, width: int) -> Table:
+        p, wide = self.provenance, width >= WIDE
         title = escape(f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}")
         if p.curvature == "ggn":
             title += "; of the Gauss–Newton matrix, not the Hessian"
-        table = Table(title=title, title_justify="left", caption_justify="left")
+        table = framed(wide, title)
         table.add_column("measure", no_wrap=True)
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("certainty", no_wrap=True)
-        table.add_column("cost, gradients", justify="right")
+        sampled = any(m.sampling is not None for m in self.values())
+        if sampled:
+            table.add_column("sampling", justify="right", no_wrap=True)
+        if wide:
+            table.add_column("cost, gradients", justify="right")
         table.add_column("invariant to")
-        table.add_column("with")
+        if wide:
+            table.add_column("with")
         for m in self.values():
-            kinds, cost = invariance(m.invariant_to), _gradients(p.gradients.get(m.name))
-            row = m.name, f"{m.value:.6g}", m.certainty, cost, kinds
-            table.add_row(*row, escape(_settings(m)))
-        for name, reason in self.skipped.items():
-            table.add_row(name, "–", "[dim]does not apply[/]", "", "", escape(reason))
-        for name, price in self.left_out.items():
-            words = "[dim]not computed[/]", f"about {price:.0f}", "", ASK
-            table.add_row(name, "–", *words)
-        if p.gradients:
-            table.add_section()
-            table.add_row("shared by all", "", "", _gradients(p.gradients["curvature"]), "", "")
-        notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
-        table.caption = escape("\n".join([*self.notes, *notes])) or None
+            cost = gradients(p.gradients.get(m.name))
+            cells = [m.name, f"{m.value:.6g}", m.certainty, *([m.sampled] if sampled else [])]
+            cells += [*([cost] if wide else []), invariance(m.invariant_to, short=not wide)]
+            table.add_row(*cells, *([escape(settings(m))] if wide else []))
+        if wide:
+            self._others(table, ["–", *([""] if sampled else [])])
+        table.caption = escape("\n".join(self._captions(wide, sampled))) or None
         return table
 
-    def _width(self) -> int:
-        return 130
+    def _others(self, table: Table, dashes: list[str]) -> None:
+        """The rows of what was not measured, and of what all measures share."""
+        value, *more = dashes
+        for name, reason in self.skipped.items():
+            table.add_row(name, value, "[dim]does not apply[/]", *more, "", "", escape(reason))
+        for name, price in self.left_out.items():
+            table.add_row(name, value, "[dim]not computed[/]", *more, f"about {price:.0f}", "", ASK)
+        spent = self.provenance.gradients
+        if spent:
+            table.add_section()
+            for words, step in (("shared by all", "curvature"), ("is it a minimum?", "standing")):
+                if step in spent:
+                    table.add_row(words, "", "", *more, gradients(spent[step]), "", "")
+
+    def _captions(self, wide: bool, sampled: bool) -> list[str]:
+        lines = [] if self.standing is None else [str(self.standing)]
+        if sampled:
+            lines.append("sampling: standard error for the population that the samples come from")
+        if not wide:
+            lines += [f"{name} does not apply: {why}" for name, why in self.skipped.items()]
+            chosen = {m.name: settings(m) for m in self.values()}
+            if told := [f"{name} {text}" for name, text in chosen.items() if text]:
+                lines.append(f"with {'; '.join(told)}")
+            if prices := [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]:
+                lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+            if spent := sum(self.provenance.gradients.values()):
+                lines.append(f"cost: {spent:.0f} gradients")
+        notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
+        return [*lines, *self.notes, *notes]
 
 
 # What is to be written for a measure that was left out.
 ASK = 'measures="all"'
 
 
-def _gradients(count: float | None) -> str:
-    """A number of gradients; nothing for what is made of what is shared."""
-    return "" if not count else f"{count:.1f}" if count < 10 else f"{count:.0f}"
-
-
-# What must be equal for numbers to be comparable, and how to say that it is not.
-_SAME = {
-    "data_hash": "the data differ",
-    "samples": "the number of samples differs",
-    "loss": "the loss differs",
-    "curvature": "the curvature differs",
-}
-
-
 @final
 @dataclass(frozen=True, repr=False)
 class Comparison(Results[Report]):
-    """Reports by name. `problems` says why their numbers cannot be compared, if so.
+    """Reports by name. `problems` says why their numbers cannot be compared, if so; `verdicts` what
+    the measures say of any two of them.
 
     Examples
     --------
@@ -192,7 +264,7 @@ class Comparison(Results[Report]):
     @cached_property
     def problems(self) -> tuple[str, ...]:
         lines = []
-        for key, text in _SAME.items():
+        for key, text in SAME.items():
             values = {name: getattr(r.provenance, key) for name, r in self.items()}
             if len(set(values.values())) > 1:
                 shown = ", ".join(f"{name}: {value}" for name, value in values.items())
@@ -215,58 +287,211 @@ class Comparison(Results[Report]):
         prices = {n: cost for report in self.values() for n, cost in report.left_out.items()}
         return {name: cost for name, cost in prices.items() if name not in known}
 
-    def save(self, path: str | Path) -> Path:
-        """Write the comparison to a .json file, whole or not at all."""
-        return store.save(path, "A comparison", store.plain(self))
+    def verdict(self, measure: str, first: str, second: str) -> Verdict:
+        """What a measure says of two of the models: which is flatter, or why that is not known."""
+        if measure not in self.measures:
+            raise NotMeasured(f"{measure!r} was not measured. {nearest(measure, self.measures)}")
+        return judged(measure, (first, second), (self[first], self[second]))
 
-    def __rich__(self) -> Table:
-        table = Table(caption_justify="left")
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Of every measure and every two of the models."""
+        pairs = list(combinations(self, 2))
+        return tuple(self.verdict(measure, *pair) for measure in self.measures for pair in pairs)
+
+    def flattest(self, measure: str) -> str:
+        """`b flatter` of two models and `b flattest` of several, or what else is to be said."""
+        found = [v for v in self.verdicts if v.measure == measure]
+        for name in self:
+            own = [v for v in found if name in (v.first, v.second)]
+            if own and all(v.flatter == name for v in own):
+                return f"{name} {'flatter' if len(self) == 2 else 'flattest'}"
+        words = {v.word for v in found}
+        if len(words) == 1:
+            (word,) = words
+            return word if word != "flatter" else ""
+        return "some not comparable" if "not comparable" in words else "not distinguishable"
+
+    def save(self, path: str | Path) -> Path:
+        """Write all to one .json file, or as a page to a .html file, whole or not at all."""
+        if Path(path).suffix == ".html":
+            return html.write(path, f"Comparison of {' and '.join(self)}", self.sections())
+        return store.save(path, "A comparison", "comparison", store.plain(self))
+
+    def sections(self) -> list[html.Section]:
+        """What a page shows of it."""
+        values = {name: report.measurements for name, report in self.items()}
+        return [sections.comparison(values, self.measures, self.problems)]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Comparison:
+        """Read a comparison that `save` wrote."""
+        content = store.read(path, "comparison")
+        return store.decoded(cls, content, f"{path} is a damaged comparison", _all_upgraded)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row for each model and measure, as in `Report.to_pandas`, with the losses."""
+        frames = []
+        for name, report in self.items():
+            frame = report.to_pandas().reset_index()
+            frame.insert(0, "model", name)
+            frame["loss"] = nan if report.standing is None else report.standing.loss
+            frames.append(frame)
+        joined: pandas.DataFrame = optional("pandas", "A DataFrame").concat(frames)
+        return joined.set_index(["model", "measure"])
+
+    def table(self, width: int) -> Table:
+        values = [
+            (measure, [_cell(r.measurements.get(measure)) for r in self.values()])
+            for measure in self.measures
+        ]
+        rows = [*self._standings(), *values]
+        longest = [max(map(len, cells)) for cells in zip(self, *(c for _, c in rows), strict=True)]
+        need = max(len(name) for name, _ in rows) + sum(3 + length for length in longest)
+        need += (3 + _VERDICT) * (len(self) > 1)
+        if need > width:
+            return self._long(rows)
+        return self._side_by_side(rows, wide=width >= max(WIDE, need + 40))
+
+    def _side_by_side(self, rows: list[tuple[str, list[str]]], wide: bool) -> Table:
+        """A column a model."""
+        several, table = len(self) > 1, framed(wide, "")
         table.add_column("measure", no_wrap=True)
         for name in self:
             table.add_column(escape(name), justify="right", no_wrap=True)
-        table.add_column("invariant to")
-        for measure in self.measures:
-            cells = []
-            for report in self.values():
-                m = report.measurements.get(measure)
-                error = f" ± {m.stderr:.2g}" if m is not None and m.stderr else ""
-                cells.append("–" if m is None else f"{m.value:.5g}{error}")
-            one = next(r[measure] for r in self.values() if measure in r)
-            table.add_row(measure, *cells, invariance(one.invariant_to))
-        for name, price in self.left_out.items():
+        if several:
+            table.add_column("verdict")
+        if wide:
+            table.add_column("invariant to")
+        before = len(rows) - len(self.measures)
+        for index, (name, cells) in enumerate(rows):
+            own = index >= before
+            verdict = [escape(self.flattest(name)) if own else ""] if several else []
+            invariant = [self._invariance(name) if own else ""] if wide else []
+            table.add_row(name, *cells, *verdict, *invariant, end_section=index == before - 1)
+        for name, price in self.left_out.items() if wide else ():
             words = f"[dim]not computed, about {price:.0f} gradients: {ASK}[/]"
-            table.add_row(name, *("–" for _ in self), words)
-        if self.problems:
-            lines = "\n".join(f"  {problem}" for problem in self.problems)
-            table.caption = escape(f"Not comparable:\n{lines}")
+            table.add_row(name, *("–" for _ in self), *([""] * several), words)
+        table.caption = escape("\n".join(self._captions(wide))) or None
         return table
 
-    def _width(self) -> int:
-        return max(120, 60 + sum(max(14, len(name) + 3) for name in self))
+    def _long(self, rows: list[tuple[str, list[str]]]) -> Table:
+        """A row a model and measure, where there is no room for a column a model."""
+        table, before = framed(False, ""), len(rows) - len(self.measures)
+        table.add_column("measure", no_wrap=True)
+        table.add_column("model", overflow="fold")
+        table.add_column("value", justify="right", no_wrap=True)
+        for index, (name, cells) in enumerate(rows):
+            for k, (model, cell) in enumerate(zip(self, cells, strict=True)):
+                table.add_row("" if k else name, escape(model), cell)
+            if index >= before:
+                verdict = self.flattest(name) if len(self) > 1 else ""
+                table.add_row("", f"[dim]{escape(verdict)}[/]", "")
+        kinds = [f"{name} is invariant to {self._invariance(name)}" for name in self.measures]
+        table.caption = escape("\n".join([*self._captions(False), *kinds]))
+        return table
+
+    def _invariance(self, measure: str) -> str:
+        return invariance(next(r[measure] for r in self.values() if measure in r).invariant_to)
+
+    def _standings(self) -> Iterator[tuple[str, list[str]]]:
+        stands = [report.standing for report in self.values()]
+        if not any(stands):
+            return
+        yield "loss", ["–" if s is None else f"{s.loss:.4g}" for s in stands]
+        if any(s is not None and s.accuracy is not None for s in stands):
+            right = [None if s is None else s.accuracy for s in stands]
+            yield "accuracy", ["–" if each is None else f"{100 * each:.4g} %" for each in right]
+        yield "a minimum?", ["–" if s is None else s.word for s in stands]
+
+    def _captions(self, wide: bool) -> list[str]:
+        lines = [f"  {problem}" for problem in self.problems]
+        lines = ["Not comparable:", *lines] if lines else []
+        lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
+        if away := [n for n, r in self.items() if r.standing and not r.standing.minimum]:
+            lines.append(f"not at a minimum, and so not comparable: {', '.join(away)}")
+        reasons: dict[str, dict[str, None]] = {}
+        for v in self.verdicts:
+            who = v.measure if v.word == "flatter" else f"{v.first} and {v.second}"
+            if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & {*away}:
+                reasons.setdefault(v.reason, {})[who] = None
+        told = [f"{', '.join(who)}: {reason}" for reason, who in reasons.items()]
+        lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]
+        if self.left_out and not wide:
+            prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
+            lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+        return lines
+
+    def _twins(self) -> list[dict[str, None]]:
+        """The models that are the same function, together."""
+        groups: list[dict[str, None]] = []
+        for v in self.verdicts:
+            if v.word == "same function":
+                own = [group for group in groups if v.first in group or v.second in group]
+                if not own:
+                    groups.append({})
+                (own or groups[-1:])[0].update({v.first: None, v.second: None})
+        return groups
 
 
-def invariance(kinds: Collection[str]) -> str:
-    """`every rescaling`, `layer, neuron`, or `nothing`."""
-    if set(kinds) == EVERY_RESCALING:
-        return "every rescaling"
-    return ", ".join(kind for kind in get_args(Symmetry) if kind in kinds) or "nothing"
+def _cell(m: Measurement | None) -> str:
+    if m is None:
+        return "–"
+    return f"{m.value:.5g}" + (f" ± {m.stderr:.2g}" if m.stderr else "")
 
 
-def _grid(
-    title: str,
-    rows: str,
-    columns: Mapping[str, Mapping[Any, float]],
-    justify: Literal["left", "right"] = "left",
-) -> Table:
-    """A column for each name, a row for each key that any of them has."""
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column(rows, justify=justify)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for key in dict.fromkeys(key for values in columns.values() for key in values):
-        cells = [f"{values[key]:.5g}" if key in values else "" for values in columns.values()]
-        table.add_row(str(key), *cells)
-    return table
+# From so many columns on, tables have frames and all their columns.
+WIDE = 110
+# Columns that a verdict takes at least, in two lines.
+_VERDICT = 15
+# Reasons that are told below a comparison.
+_TOLD = 8
+
+
+def framed(wide: bool, title: str) -> Table:
+    """An empty table; where room is scarce, without lines between columns."""
+    box = HEAVY_HEAD if wide else SIMPLE_HEAD
+    return Table(
+        title=title or None,
+        title_justify="left",
+        caption_justify="left",
+        box=box,
+        pad_edge=wide,
+        show_edge=wide,
+    )
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Grid(Printed):
+    """Values of several measures side by side: `columns` by name, each by what is in the rows."""
+
+    title: str
+    rows: str
+    columns: Mapping[str, Mapping[Any, float]]
+
+    def table(self, width: int) -> Table:
+        table = framed(width >= WIDE, escape(self.title))
+        numbers = all(isinstance(key, int) for key in self._keys())
+        table.add_column(self.rows, justify="right" if numbers else "left", overflow="fold")
+        for name in self.columns:
+            table.add_column(name, justify="right", overflow="fold")
+        for key in self._keys():
+            cells = [f"{v[key]:.5g}" if key in v else "" for v in self.columns.values()]
+            table.add_row(escape(str(key)), *cells)
+        return table
+
+    def _keys(self) -> list[Any]:
+        return list(dict.fromkeys(key for values in self.columns.values() for key in values))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row for each layer or neuron, a column a measure."""
+        frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(self.columns)
+        return frame.rename_axis(self.rows)
+
+
+def _all_upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    return content | {"reports": {n: _upgraded(r) for n, r in content["reports"].items()}}
 
 
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +503,3 @@ def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
             m["neurons"] = m["details"].pop("neurons", "")
         m.setdefault("degrees", inf if m["exact"] or m.get("bound") else nan)
     return content
-
-
-def _settings(m: Measurement) -> str:
-    shown = {k: v for k, v in m.settings.items() if v is not None and v is not False}
-    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())

@@ -73,7 +73,7 @@ def _numbers(value: Any) -> Any:
     return {k: _numbers(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Write beside the file and put it in its place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files nobody else may read.
@@ -89,12 +89,17 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def save(path: str | Path, what: str, content: Mapping[str, Any]) -> Path:
+# Of the files. What only adds to it does not change it.
+FORMAT = 1
+
+
+def save(path: str | Path, what: str, kind: str, content: Mapping[str, Any]) -> Path:
     """Write the content to a .json file, whole or not at all; `what` it is, e.g. "A report"."""
     path = Path(path)
     if path.suffix != ".json":
         raise InvalidValue(f"{what} is saved as .json. Got {path.name!r}.")
-    _write(path, json.dumps(plain({"saltflat": 1, **content}), indent=1, allow_nan=False))
+    head = {"saltflat": FORMAT, "kind": kind}
+    write(path, json.dumps(plain({**head, **content}), indent=1, allow_nan=False))
     return path
 
 
@@ -106,12 +111,29 @@ def decoded(kind: type[T], content: Any, complaint: str, upgrade: Upgrade = dict
         raise InvalidValue(f"{complaint}: {error!r}.") from error
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """The content of a file that `save` wrote."""
+def read(path: str | Path, kind: str = "") -> dict[str, Any]:
+    """The content of a file that `save` wrote, which must be of this kind, if one is given."""
+    what = _a(kind or "result")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path} is not a report: it is not JSON ({error}).") from error
-    if not isinstance(content, dict) or content.get("saltflat") != 1:
-        raise InvalidValue(f"{path} is not a report that saltflat saved.")
+        raise InvalidValue(f"{path} is not {what}: it is not JSON ({error}).") from error
+    if not isinstance(content, dict) or not isinstance(content.get("saltflat"), int):
+        raise InvalidValue(f"{path} is not {what} that saltflat saved.")
+    if content["saltflat"] > FORMAT:
+        raise InvalidValue(
+            f"{path} was saved by a newer version of saltflat, in format {content['saltflat']}; "
+            f"this one reads up to {FORMAT}. Update saltflat."
+        )
+    if kind and kind_of(content) != kind:
+        raise InvalidValue(f"{path} is not {what}: it holds {_a(kind_of(content))}. Use sf.load.")
     return cast(dict[str, Any], content)
+
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"
+
+
+def kind_of(content: Mapping[str, Any]) -> str:
+    """What a file holds; older ones do not say so themselves."""
+    return str(content.get("kind") or ("audit" if "audit" in content else "report"))

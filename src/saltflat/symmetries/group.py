@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, final, get_args
 
 import numpy as np
 import torch
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Symmetry
-from saltflat.result import plain_text
+from saltflat.printed import Printed
 from saltflat.symmetries.assemble import first_rows, uniform
 from saltflat.symmetries.balance import balanced
 from saltflat.symmetries.element import Element, Exponents
@@ -42,7 +43,7 @@ class Generator:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Group:
+class Group(Printed):
     """All positive rescalings of the parameters that leave the function as it is.
 
     `len(group)` is the dimension. Every element is exp(C u) for a vector u with one log-factor a
@@ -233,15 +234,16 @@ class Group:
 
     # Printing.
 
-    def __rich__(self) -> Table:
+    def table(self, width: int) -> Table:
         table = Table(title=f"{len(self)} rescalings keep the function", title_justify="left")
-        for column, justify in (("scales of", "left"), ("kind", "left"), ("number", "right")):
-            table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("scales of", overflow="fold")
+        table.add_column("kind", no_wrap=True)
+        table.add_column("number", justify="right", no_wrap=True)
         rows: dict[tuple[str, str], int] = {}
         for g in self.generators:
             rows[g.label, g.kind] = rows.get((g.label, g.kind), 0) + 1
         for (label, kind), count in rows.items():
-            table.add_row(label, kind, str(count))
+            table.add_row(escape(label), kind, str(count))
         captions = [*self.notes]
         if self.dead:
             captions.append(f"no effect on the function: {', '.join(self.dead)}")
@@ -252,14 +254,9 @@ class Group:
             )
         if self.pinned_by:
             captions.append(f"let no scale through: {_few(list(self.pinned_by))}")
-        table.caption = "\n".join(captions) or None
+        table.caption = escape("\n".join(captions)) or None
         table.caption_justify = "left"
         return table
-
-    def __str__(self) -> str:
-        return plain_text(self)
-
-    __repr__ = __str__
 
 
 def _few(names: Sequence[str], most: int = 8) -> str:

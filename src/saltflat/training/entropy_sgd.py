@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from math import sqrt
@@ -19,6 +20,8 @@ from saltflat.errors import InvalidValue
 from saltflat.training.perturbing import FrozenStatistics
 from saltflat.vectors import copies, put
 
+_PUBLISHED_INNER_LR = 0.1
+
 
 @final
 class EntropySGD(Optimizer):
@@ -29,10 +32,17 @@ class EntropySGD(Optimizer):
         x' ← x' − η' (∇L(x') − γ (x − x')) + √η' ε N(0, 1),      μ ← (1 − α) μ + α x'
 
     from x' = μ = x, η' = `inner_lr`, ε = `noise`, α = `averaging`, and γ = `gamma`
-    (1 + `scoping`)^t in round t. Then SGD steps with the gradient (x − μ) / (α η'). In these units
-    the gradient of one inner step is ∇L(x), so that `steps=1, noise=0` is torch.optim.SGD; the
-    published step x − lr' (x − μ) is the one with lr = lr' α η' (the paper has lr' = ηγ, its
-    public code lr' = lr).
+    (1 + `scoping`)^t in round t of L = `steps`. Then SGD steps with
+
+        (x − μ) / (η' (1 − (1 − α)^L))
+
+    the distance to the average of the x', x left out of it, for each unit of η'. So `lr` is what it
+    is to SGD: lr = η', the default, takes x to that average, less stays behind it, and
+    `steps=1, noise=0` is torch.optim.SGD. More than 2 η' goes past it by more than there was to go,
+    which mostly diverges and is warned of.
+
+    `published=True` is the step as published, x ← x − lr (x − μ): the paper has lr = ηγ, its public
+    code takes lr as given, and 1 goes to μ. There η' is 0.1 by default, as in both.
 
     `momentum` and `nesterov` belong to the outer step, `inner_momentum` (heavy ball, from rest in
     every round) to the inner ones. `weight_decay` is part of L.
@@ -65,13 +75,14 @@ class EntropySGD(Optimizer):
         gamma: float = 1e-4,
         noise: float = 1e-4,
         *,
-        inner_lr: float = 0.1,
+        inner_lr: float | None = None,
         averaging: float = 0.25,
         scoping: float = 0.0,
         momentum: float = 0.0,
         nesterov: bool = False,
         inner_momentum: float = 0.0,
         weight_decay: float = 0.0,
+        published: bool = False,
         freeze_batchnorm: bool = True,
         seed: int = 0,
     ) -> None:
@@ -85,7 +96,8 @@ class EntropySGD(Optimizer):
             "lr": lr if isinstance(lr, Tensor) else check_number("lr", lr),
             "gamma": check_number("gamma", gamma),
             "noise": check_number("noise", noise),
-            "inner_lr": check_number("inner_lr", inner_lr, above=True),
+            "inner_lr": inner_lr,
+            "published": published,
             "averaging": averaging,
             "scoping": check_number("scoping", scoping),
             "momentum": check_number("momentum", momentum),
@@ -178,6 +190,9 @@ class EntropySGD(Optimizer):
             averages = self._load("average", known)
             torch._foreach_mul_(averages, 1 - group["averaging"])
             torch._foreach_add_(averages, self._load("pull", known))
+        for p in parameters:  # (1 − (1 − α)^L)/α after L of them
+            weight = self.state[p].get("weight", 0.0)
+            self.state[p]["weight"] = 1 + (1 - group["averaging"]) * weight
         centers = self._load("center", parameters)
         put(parameters, torch._foreach_add(centers, pulls, alpha=-group["inner_lr"]))
 
@@ -196,8 +211,11 @@ class EntropySGD(Optimizer):
             return
         put(parameters, self._load("center", parameters))
         gradients = self._load("average", parameters)
+        unit = group["averaging"] * group["inner_lr"]
+        factors = [unit if group["published"] else 1 / self.state[p]["weight"] for p in parameters]
+        torch._foreach_mul_(gradients, factors)
         for p in parameters:
-            for name in ("center", "pull", "average", "inner_buffer"):
+            for name in ("center", "pull", "average", "weight", "inner_buffer"):
                 self.state[p].pop(name, None)
         options: dict[str, Any] = {name: group[name] for name in ("momentum", "nesterov")}
         options |= {"lr": float(group["lr"]), "weight_decay": 0, "dampening": 0, "maximize": False}
@@ -222,18 +240,21 @@ class EntropySGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         for name in ("inner", "round"):
-            self.param_groups[-1][name] = self.param_groups[0][name]
+            group[name] = self.param_groups[0][name]
+        _settle_inner_lr(group)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"steps": self.steps, "freeze_batchnorm": self.freeze_batchnorm}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", ())
         super().__setstate__(state)
-        for group in self.param_groups:  # a plain optimizer's state lacks some
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        for old, group in zip(before, self.param_groups, strict=False):
+            for name in self.defaults.keys() & old.keys():  # a plain optimizer's state lacks some
+                group.setdefault(name, old[name])
         if "_frozen" not in self.__dict__:
             self._adopt_watch()
         self._watch()
@@ -241,6 +262,22 @@ class EntropySGD(Optimizer):
     def _adopt_watch(self) -> None:
         self._frozen = FrozenStatistics(self)
         weakref.finalize(self, self._frozen.close)
+
+
+def _settle_inner_lr(group: dict[str, Any]) -> None:
+    """The step size of the dynamics: as given, or that of SGD. Warns where x would overshoot."""
+    lr, published = float(group["lr"]), group["published"]
+    if group["inner_lr"] is None:
+        group["inner_lr"] = _PUBLISHED_INNER_LR if published or lr == 0 else lr
+    inner_lr = check_number("inner_lr", group["inner_lr"], above=True)
+    ratio = lr if published else lr / inner_lr
+    if ratio > 2:
+        there = 1 if published else inner_lr
+        warnings.warn(
+            f"EntropySGD would go {ratio:.3g} times the way to the average of its inner steps, "
+            f"which mostly diverges. lr={there:g} goes there.",
+            stacklevel=5,
+        )
 
 
 def _gradients(parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map_only
 
 from saltflat.checks import check_integer, check_number, check_options
-from saltflat.errors import (
-    DataError,
-    InvalidType,
-    InvalidValue,
-    MissingDependency,
-    SaltflatError,
-)
+from saltflat.errors import InvalidType, InvalidValue, MissingDependency, SaltflatError
 from saltflat.losses import LossLike
 from saltflat.measure import measure, measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
+from saltflat.report import Report
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.training.history import Record, continued, drawn, frame, saved
+
+if TYPE_CHECKING:
+    import pandas
 
 CHEAP = ("hessian_trace", "minimum_sharpness")  # both from one trace
+BUDGET = 0.1  # the share by default
+# A first measurement of so many seconds is made whatever the share. To foresee it, measurements on
+# this part of the samples, and on two, are timed.
+_SHORT = 2.0
+_PART = 16
 
 
 @final
@@ -59,59 +62,17 @@ class Budget:
         if self.seconds != math.inf:
             check_number("The seconds of a Budget", self.seconds)
 
-    def exceeded(self, spent: float, elapsed: float) -> str | None:
-        """Why nothing may be measured now, or None."""
-        if spent > self.seconds:
-            return f"measuring has taken {spent:.3g} s; the budget is {self.seconds:g} s"
-        if spent > self.share * elapsed:
+    def exceeded(self, spent: float, elapsed: float, ahead: float = 0.0) -> str | None:
+        """Why a measurement of `ahead` seconds may not be made now, or None."""
+        more = f" and would take about {ahead:.3g} s more" if ahead else ""
+        if spent + ahead > self.seconds:
+            return f"measuring has taken {spent:.3g} s{more}; the budget is {self.seconds:g} s"
+        if spent + ahead > self.share * (elapsed + ahead):
             return (
-                f"measuring has taken {spent:.3g} s of {elapsed:.3g} s; the budget is "
+                f"measuring has taken {spent:.3g} s of {elapsed:.3g} s{more}; the budget is "
                 f"{100 * self.share:g} %"
             )
         return None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What one measurement found; one line of the log.
-
-    step, epoch : how many were done when it was made.
-    values, stderr : by measure; a standard error of 0 is an exact value.
-    seconds : what it took. elapsed : since the monitor was made, measuring included.
-    failed : why a measure has no value, e.g. minimum sharpness where curvature is negative.
-    skipped : why nothing was measured, if the budget was exceeded.
-    """
-
-    step: int
-    epoch: int
-    values: Mapping[str, float]
-    stderr: Mapping[str, float]
-    seconds: float
-    elapsed: float
-    failed: Mapping[str, str] = field(default_factory=dict)
-    skipped: str | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """What a logger gets: `saltflat/<measure>`, and `saltflat/skipped` for what was not."""
-        values = {f"saltflat/{name}": value for name, value in self.values.items()}
-        return values if self.skipped is None else {**values, "saltflat/skipped": 1.0}
-
-    def to_json(self) -> str:
-        """One line; numbers that are not finite, which JSON has none of, are null."""
-        content = asdict(self)
-        for name in ("values", "stderr"):
-            numbers = content[name].items()
-            content[name] = {k: v if math.isfinite(v) else None for k, v in numbers}
-        return json.dumps(content, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        content = json.loads(line)
-        for name in ("values", "stderr"):
-            numbers = content[name].items()
-            content[name] = {k: math.nan if v is None else v for k, v in numbers}
-        return cls(**content)
 
 
 @final
@@ -134,8 +95,10 @@ class Monitor:
     every, steps : measure every so many epochs, every so many steps, or both; by default after
         every epoch. A loop without epochs calls `step` only, one without steps `epoch` only.
     budget : the share of the time since the monitor was made that measuring may take, or
-        `Budget(share, seconds)`; None for no limit. Once it is exceeded, measurements are skipped
-        until training has caught up, and the log says so. The first one is always made.
+        `Budget(share, seconds)`; None for no limit. A measurement that would exceed it, as the one
+        before took, is skipped until training has caught up; the log says so, the first time a
+        warning too, and `skipped` counts. What the first one will take is foreseen from two on a
+        sixteenth and an eighth of the samples; if it is below two seconds, no share forbids it.
     path : a file of JSON lines, one a record, each written whole at once. A file that is there is
         continued, which a warning says: its records are the beginning of `history`, and counting
         goes on from the last. One that holds other measures is an error.
@@ -159,6 +122,8 @@ class Monitor:
     >>> record = monitor.epoch()
     >>> record.epoch, round(record.values["hessian_trace"], 4)
     (1, 2.0)
+    >>> monitor
+    Monitor(hessian_trace on 2 samples, every epoch; 1 record, 0 skipped; epoch 1: hessian_trace 2)
     """
 
     def __init__(
@@ -170,7 +135,7 @@ class Monitor:
         measures: Iterable[str | Measure] = CHEAP,
         every: int | None = None,
         steps: int | None = None,
-        budget: float | Budget | None = 0.1,
+        budget: float | Budget | None = BUDGET,
         path: str | os.PathLike[str] | None = None,
         tensorboard: Any = None,
         samples: int | None = None,
@@ -185,7 +150,8 @@ class Monitor:
         check_options("Monitor", options, _options())
         names = options.get("parameters", "trainable")
         risk = Risk(model, data, loss, parameters=names, unpack=unpack, output=output)
-        self._model, self._data = model, _probe(risk, _positive("samples", samples))
+        self._model = model
+        self._data, self._samples = _probe(risk, _positive("samples", samples))
         own = {"loss": loss, "output": output, "measures": self._measures}
         self._options = {**options, **own, "on_error": "skip"}
         self.path = None if path is None else Path(path)
@@ -196,6 +162,9 @@ class Monitor:
         self._own_writer = isinstance(tensorboard, str | os.PathLike)
         self._writer = _writer(tensorboard)
         self._start, self._spent, self._measured = perf_counter(), 0.0, False
+        self._announced = False  # that a measurement was skipped
+        taken = [record.seconds for record in self.history if record.values]
+        self._ahead = taken[-1] if taken else None  # seconds that the next one will take
 
     def step(self, number: int | None = None) -> Record | None:
         """A step of training is done, the `number`-th; returns the record if one was due."""
@@ -213,8 +182,7 @@ class Monitor:
         start = perf_counter()
         values: dict[str, Measurement] = {}
         try:
-            with _unheard():
-                report = measure(self._model, self._data, **self._options)
+            report = self._report(self._data)
         except SaltflatError as error:
             if not self._measured:
                 raise
@@ -222,9 +190,38 @@ class Monitor:
         else:
             self._measured = True
             values, failed = dict(report), dict(report.skipped)
-        seconds = perf_counter() - start
+        self._ahead = seconds = perf_counter() - start
         self._spent += seconds
         return self._keep(values, seconds, failed)
+
+    @property
+    def skipped(self) -> int:
+        """How many measurements the budget did not allow."""
+        return sum(record.skipped is not None for record in self.history)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row a record: step, epoch, the measures with standard errors, seconds, why not."""
+        return frame(self.history, self._names)
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the measures over steps, or over epochs where no step was counted, as a picture."""
+        return drawn(Path(path), self.history, self._names)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the history to a .jsonl file, as the log has it, or to a .csv file."""
+        return saved(Path(path), self.history, self._names)
+
+    def __repr__(self) -> str:
+        when = [
+            f"every {'' if n == 1 else f'{n} '}{word}{'s' * (n != 1)}"
+            for n, word in ((self.every, "epoch"), (self.steps, "step"))
+            if n
+        ]
+        count = len(self.history) - self.skipped
+        text = f"{', '.join(self._names)} on {self._samples} samples, {' and '.join(when)}; "
+        text += f"{count} record{'s' * (count != 1)}, {self.skipped} skipped"
+        last = next((record for record in reversed(self.history) if record.values), None)
+        return f"Monitor({text}{'' if last is None else f'; {last}'})"
 
     def close(self) -> None:
         """Close the TensorBoard file, if the monitor opened it."""
@@ -237,9 +234,58 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _names(self) -> list[str]:
+        return [each.name for each in self._measures]
+
+    def _report(self, data: Any) -> Report:
+        with _unheard():
+            return measure(self._model, data, **self._options)
+
     def _due(self) -> Record:
-        reason = self.budget.exceeded(self._spent, perf_counter() - self._start)
-        return self.measure() if reason is None else self._keep({}, 0.0, {}, reason)
+        reason = self._forbidden()
+        if reason is None:
+            return self.measure()
+        if not self._announced:
+            self._announced = True
+            warnings.warn(
+                f"The monitor skips a measurement: {reason}. Others that it skips are counted in "
+                "monitor.skipped; budget=None measures every time.",
+                stacklevel=3,
+            )
+        return self._keep({}, 0.0, {}, reason)
+
+    def _forbidden(self) -> str | None:
+        """Why the budget does not allow a measurement now, or None."""
+        if self.budget == Budget():
+            return None
+        if self._ahead is None:
+            self._ahead = self._foreseen()
+        short = not self._measured and self._ahead < _SHORT
+        budget = Budget(seconds=self.budget.seconds) if short else self.budget
+        return budget.exceeded(self._spent, perf_counter() - self._start, self._ahead)
+
+    def _foreseen(self) -> float:
+        """About how long the first measurement will take: a line through two small ones."""
+        count = max(1, self._samples // _PART)
+        if 2 * count >= self._samples:
+            return 0.0
+        first, second = self._timed(count), self._timed(2 * count)
+        return second + max(0.0, second - first) * (self._samples - 2 * count) / count
+
+    def _timed(self, count: int) -> float:
+        """The seconds that a measurement on so many samples takes."""
+        options = self._options
+        loss, output = options["loss"], options["output"]
+        names = options.get("parameters", "trainable")
+        start = perf_counter()
+        part, _ = _probe(
+            Risk(self._model, self._data, loss, parameters=names, output=output), count
+        )
+        self._report(part)
+        seconds = perf_counter() - start
+        self._spent += seconds
+        return seconds
 
     def _keep(
         self,
@@ -286,8 +332,16 @@ class MonitorCallback:
         check_options(type(self).__name__, options, known)
         when = {"every": every_n_epochs, "steps": every_n_steps}
         self._data = data
-        self._options = {**options, **when, "measures": measure_objects(measures)}
+        self.measures = measure_objects(measures)
+        self._options = {**options, **when, "measures": self.measures}
         self.monitor: Monitor | None = None
+
+    @property
+    def may_miss_epochs(self) -> bool:
+        """Whether there may be an epoch without a measurement."""
+        every, steps = self._options["every"], self._options["steps"]
+        each = every == 1 or (every is None and steps is None)
+        return not each or _budget(self._options.get("budget", BUDGET)) != Budget()
 
     @property
     def history(self) -> list[Record]:
@@ -332,23 +386,25 @@ def _nothing(*_: Any) -> None:
     """Instead of a hook that is not to hear of a pass."""
 
 
-def _probe(risk: Risk, samples: int | None) -> list[tuple[Any, Any]]:
-    """The first samples of the data, as pairs of inputs and targets.
+def _probe(risk: Risk, samples: int | None) -> tuple[list[tuple[Any, Any]], int]:
+    """The first samples of the data, as pairs of inputs and targets, and how many they are.
 
     They are kept, so that nothing is to be feared from a loader that augments them.
     """
     risk.watched.on = False
     pairs: list[tuple[Any, Any]] = []
     left = math.inf if samples is None else samples
+    count = 0
     with risk.session():
         for batch in risk.batches():
             part = batch if batch.size <= left else batch.part(0, int(left))
             # Of one's own: whoever gave them may write to them.
             pairs.append(tree_map_only(Tensor, Tensor.clone, (part.inputs, part.targets)))
             left -= part.size
+            count += part.size
             if left <= 0:
                 break
-    return pairs
+    return pairs, count
 
 
 def _positive(name: str, value: int | None) -> int | None:
@@ -377,58 +433,3 @@ def _writer(tensorboard: Any) -> Any:
             f"tensorboard must be a folder or a SummaryWriter. Got {type(tensorboard).__name__}."
         )
     return tensorboard
-
-
-def continued(path: Path, measures: Collection[str]) -> list[Record]:
-    """The records of a log that is to be continued; none if there is no such file.
-
-    A last line that was not finished (the machine stopped as it was written) is removed. A log of
-    other measures than these is one of another run, and refused; otherwise a warning tells what is
-    continued, as nothing else shows whose it is.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        warnings.warn(
-            f"The last line of {path} was not finished, and is removed: "
-            f"{content[len(whole) :].decode(errors='replace')[:60]!r}.",
-            stacklevel=3,
-        )
-        os.truncate(path, len(whole))
-    records = [
-        _record(path, number, line)
-        for number, line in enumerate(whole.decode(errors="replace").splitlines(), start=1)
-    ]
-    _check_log(path, records, measures)
-    return records
-
-
-def _record(path: Path, number: int, line: str) -> Record:
-    try:
-        return Record.from_json(line)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"Line {number} of {path} is not a record of a monitor: {line[:60]!r}. Give "
-            "another path, or remove the file."
-        ) from error
-
-
-def _check_log(path: Path, records: list[Record], measures: Collection[str]) -> None:
-    if not records:
-        return
-    last = records[-1]
-    known = {name for each in records for name in (*each.values, *each.failed)}
-    if known and known != set(measures):
-        raise DataError(
-            f"{path} is the log of another run: it holds {', '.join(sorted(known))}, and this "
-            f"monitor measures {', '.join(sorted(measures))}. Give another path, or remove the "
-            "file."
-        )
-    warnings.warn(
-        f"{path} is continued: it holds {len(records)} records, up to step {last.step} and epoch "
-        f"{last.epoch}. If they are not of this run, give another path or remove the file.",
-        stacklevel=4,
-    )

@@ -109,6 +109,11 @@ def check_base(base: Any, name: str) -> None:
             f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), …). Got {type(base).__name__} in "
             "its place."
         )
+    if isinstance(getattr(base, "optimizer", None), Optimizer):
+        raise InvalidType(
+            f"{name} goes inside of {type(base).__name__}, not around it: "
+            f"accelerator.prepare(model, {name}(torch.optim.SGD(model.parameters(), lr=0.1), …))."
+        )
     if isinstance(base, SharingOptimizer | LBFGS):
         raise InvalidType(
             f"{type(base).__name__} evaluates the loss itself and cannot be the base of another "
@@ -465,7 +470,10 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
             if not self._neutral():
                 raise InvalidValue(
                     f"{type(self).__name__}.step() has only one gradient. Pass a closure, or call "
-                    "perturb() and backward() again before step()."
+                    "perturb() and backward() again before step(): `while optimizer.perturb(): "
+                    "loss(model).backward()`. With accelerate that is optimizer.optimizer.perturb()"
+                    "; in place of transformers' Trainer take saltflat.integrations."
+                    "SharpnessTrainer, with the same arguments."
                 )
             self._ready = True
         elif (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ class SAM(PerturbedOptimizer):
             optimizer.gather()
         optimizer.step()
 
+    With accelerate, prepare it like any optimizer; then `optimizer.step(closure)`, or
+    `optimizer.optimizer.perturb()` and `optimizer.step()`. With the Trainer of transformers take
+    `saltflat.integrations.SharpnessTrainer`. `first_step` and `second_step` are other names of
+    `perturb` and `step`.
+
     Examples
     --------
     >>> import torch, saltflat as sf
@@ -67,6 +72,13 @@ class SAM(PerturbedOptimizer):
     >>> w.data
     tensor([1.8000, 2.4000])
     """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        # Before Python complains of two values for `rho`, the place of the class.
+        classes = [a for a in (*arguments, *options.values()) if isinstance(a, type)]
+        if classes:
+            raise _class_for_optimizer(classes[0], options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -114,6 +126,19 @@ class SAM(PerturbedOptimizer):
         self._multiply(1.0 / len(losses))
         self._base_step()
         return sum(losses) / len(losses)
+
+    def first_step(self, zero_grad: bool = False) -> None:
+        """`perturb()`, under the name that other implementations have for it.
+
+        The gradients are cleared in any case: those of the next pass must be its own.
+        """
+        self.perturb()
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """`step()` after `first_step` and the second `backward()`."""
+        self.step()
+        if zero_grad:
+            self.zero_grad()
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -188,3 +213,18 @@ class SAM(PerturbedOptimizer):
         if p.ndim <= 1 and not self._setting(group, "vectors"):
             return None
         return p.abs().add_(self._setting(group, "eta"))
+
+
+def _class_for_optimizer(base: type, options: Mapping[str, Any]) -> InvalidType:
+    """The error for SAM(params, torch.optim.SGD, rho=…, lr=…), with the line to write."""
+    own = list(signature(SAM.__init__).parameters)[2:-1]
+    inner = "".join(f", {k}={v!r}" for k, v in options.items() if k not in own and not _long(v))
+    outer = "".join(f", {k}={v!r}" for k, v in options.items() if k in own and not _long(v))
+    return InvalidType(
+        "SAM wraps an optimizer that is there already, not its class. Write "
+        f"SAM(torch.optim.{base.__name__}(model.parameters(){inner}){outer})."
+    )
+
+
+def _long(value: Any) -> bool:
+    return not isinstance(value, bool | int | float | tuple)

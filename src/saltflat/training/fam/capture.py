@@ -21,9 +21,9 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.training.fam.flatness import LayerModule, apply
 
 _NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
-# Compiled code does not look for hooks that came after it.
 _COMPILED = (
-    " If the model was compiled and called before, call torch.compiler.reset() after making FAM."
+    " If a compiled model ran before FAM was made, its code does not know of FAM's hooks: make FAM "
+    "before the first call of the compiled model, or call torch.compiler.reset() after making FAM."
 )
 
 
@@ -119,7 +119,9 @@ class Capture:
         if forward is None:
             raise ModelError(
                 f"{self._missing}. Call fam(targets) once after each model(inputs) that runs with "
-                "gradients." + _COMPILED * ("torch._dynamo" in sys.modules)
+                "gradients."
+                + _COMPILED
+                * (self._missing is _NOTHING and "torch._dynamo" in sys.modules)
             )
         self._missing = "The last forward pass with gradients was already used"
         return forward

@@ -135,6 +135,11 @@ class PenaltyPass:
             return count
         return divisor(loss, loss.normaliser(self.outputs.detach(), targets))
 
+    def loss_value(self) -> Tensor:
+        """The loss of this batch, without gradients."""
+        with torch.no_grad():
+            return self._risk(self.outputs.detach()).detach()
+
     def _risk(self, outputs: Tensor) -> Tensor:
         if isinstance(self.loss, JointLoss):
             return self.loss.value(outputs, self.targets)

@@ -19,6 +19,8 @@ from saltflat.training.fam.capture import Capture, Forward, LayerCall, named_lay
 from saltflat.training.fam.flatness import LayerModule
 from saltflat.training.fam.penalty import Choices, Penalty, PenaltyPass
 
+SHARE = 0.05
+
 
 @final
 class FAM:
@@ -28,14 +30,22 @@ class FAM:
     Hessian of the loss in W (Adilova et al., "FAM: Relative Flatness Aware Minimization", 2023,
     section 1). Its gradient has all the terms of Lemma 1: the third derivatives reach every layer.
 
-        fam = FAM(model, layer="fc", strength=0.1)
+        fam = FAM(model, layer="fc", share=0.05)
         loss = criterion(model(x), y) + fam(y)
 
     Parameters
     ----------
     layer : the name of a Linear or Conv1d/2d/3d layer, or a list of them, whose penalties are
         added. None takes the last Linear layer and warns which it is.
-    strength : what the penalty is multiplied by; may be changed between steps.
+    strength, share : how much of it; one of the two, and either may be changed between steps.
+        `strength` is what κ is multiplied by. As κ may be a hundredth of the loss or a hundred
+        times it, no one strength serves all networks. `share` is the largest part that the penalty
+        may have of the sum of loss and penalty: κ is multiplied by share/(1 − share) ×
+        loss/(loss + |κ|), a constant in the gradient. So the penalty comes to have its share as κ
+        outgrows the loss, and while κ is small, as in the first steps, it is one of fixed strength
+        (held at its share from the start, it would drive the layer's inputs to zero before
+        anything is learned). By default share = 0.05. `current_strength` and `current_share` are
+        those of the last call, whichever was given.
     simplified : ‖W‖² Tr H (section 3.2) in place of the double sum.
     normalize_features : divide the layer's inputs by their standard deviation over the batch and
         multiply the columns of W by it, which makes κ invariant to rescalings of input units too.
@@ -52,8 +62,9 @@ class FAM:
     The penalty is a mean over samples, as a loss with reduction "mean" is: micro-batches of equal
     size, and equal shards under DistributedDataParallel, add up to the whole batch. They do not
     where samples are coupled: with normalize_features, BatchNorm in training mode, weights of
-    classes, or a loss that is not a mean over samples. With an estimator each part draws random
-    signs of its own, which leaves the estimate unbiased.
+    classes, or a loss that is not a mean over samples; and not with `share`, which every part has
+    for itself. With an estimator each part draws random signs of its own, which leaves the estimate
+    unbiased.
 
     Where the loss or the network is not convex κ may be negative; strength then has a limit.
 
@@ -72,14 +83,22 @@ class FAM:
     >>> f"{penalty.item():.3g}"
     '0.0012'
     >>> (loss + penalty).backward()
+    >>> fam.share = 0.05
+    >>> loss = torch.nn.functional.cross_entropy(model(x), y) + fam(y)
+    >>> print(fam)
+    FAM(relative flatness of '2', share=0.05; 0.00089 of the objective at strength 0.0517)
     """
+
+    _strength: float | None
+    _share: float | None  # one of the two
 
     def __init__(
         self,
         model: nn.Module,
         layer: str | Iterable[str] | None = None,
-        strength: float = 0.1,
+        strength: float | None = None,
         *,
+        share: float | None = None,
         simplified: bool = False,
         normalize_features: bool = False,
         loss: LossLike = "cross_entropy",
@@ -91,7 +110,14 @@ class FAM:
                 "The estimator of FAM must be saltflat.Hutchinson or None. "
                 f"Got {type(estimator).__name__}."
             )
-        self.strength = strength
+        if strength is not None and share is not None:
+            raise InvalidValue(
+                f"FAM takes a strength or a share. Got strength={strength!r} and share={share!r}."
+            )
+        if strength is not None:
+            self.strength = strength
+        else:
+            self.share = SHARE if share is None else share
         self._arguments = {
             "simplified": simplified,
             "normalize_features": normalize_features,
@@ -106,6 +132,8 @@ class FAM:
         self._output = output or logits
         self._calls = 0
         self._last: dict[str, Penalty] = {}
+        self._factor: float | Tensor = math.nan  # of the last call, and its loss
+        self._loss_value = torch.tensor(math.nan)
         self._capture = Capture(self.model, self._layers)
         if layer is None:
             (name,) = self._layers
@@ -113,16 +141,35 @@ class FAM:
             warnings.warn(f"FAM regularizes {name!r}, {said}", stacklevel=2)
 
     @property
-    def strength(self) -> float:
+    def strength(self) -> float | None:
+        """What κ is multiplied by; None where a share was asked for."""
         return self._strength
 
     @strength.setter
     def strength(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidType(f"strength must be a number. Got {type(value).__name__}.")
-        if not (math.isfinite(value) and value >= 0):
-            raise InvalidValue(f"strength must be finite and not negative. Got {value}.")
-        self._strength = float(value)
+        self._strength, self._share = _number("strength", value), None
+
+    @property
+    def share(self) -> float | None:
+        """The largest part of the objective for the penalty; None where a strength was given."""
+        return self._share
+
+    @share.setter
+    def share(self, value: float) -> None:
+        if _number("share", value) >= 1:
+            raise InvalidValue(f"share must be below 1. Got {value}; 0.05 is five percent.")
+        self._strength, self._share = None, float(value)
+
+    @property
+    def current_strength(self) -> float:
+        """What κ was multiplied by in the last call; NaN before the first."""
+        return float(self._factor)
+
+    @property
+    def current_share(self) -> float:
+        """The penalty's part of loss and penalty in the last call; NaN before the first."""
+        penalty = abs(float(self._factor) * sum(float(p.value) for p in self._last.values()))
+        return penalty / (penalty + abs(float(self._loss_value))) if penalty else penalty
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -139,8 +186,8 @@ class FAM:
         forward = self._capture.take()
         outputs = self._output(forward.returned)
         self._calls += 1
-        if self._strength == 0.0:  # adds nothing, not even 0 × infinity
-            self._last = {}
+        if self._strength == 0.0 or self._share == 0.0:  # adds nothing, not even 0 × infinity
+            self._last, self._factor = {}, 0.0
             return outputs.new_zeros((), dtype=torch.promote_types(outputs.dtype, torch.float32))
         calls = self._single_calls(forward, outputs)
         with torch.enable_grad(), torch.autocast(outputs.device.type, enabled=False):
@@ -150,11 +197,21 @@ class FAM:
             step = PenaltyPass(outputs, targets, self._loss, generator, check=check)
             penalties = step.penalties(calls, self._choices)
             total = torch.stack([p.value for p in penalties.values()]).sum()
+            self._loss_value = step.loss_value()
+            self._factor = self._weigh(total.detach())
         self._last = {
             name: Penalty(p.value.detach(), p.stderr, p.rule) for name, p in penalties.items()
         }
-        penalty = self._strength * total
+        penalty = self._factor * total
         return penalty if torch.is_grad_enabled() else penalty.detach()
+
+    def _weigh(self, total: Tensor) -> float | Tensor:
+        """What κ is multiplied by: the strength, or what makes the penalty its share."""
+        if self._strength is not None:
+            return self._strength
+        assert self._share is not None
+        loss = self._loss_value.abs().to(total)
+        return self._share / (1 - self._share) * loss / (loss + total.abs())
 
     def _generator(self, device: torch.device) -> torch.Generator:
         seed = 0 if self._choices.estimator is None else self._choices.estimator.seed
@@ -201,12 +258,15 @@ class FAM:
         self.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The strength and the count of calls, which the random signs follow from."""
-        return {"strength": self._strength, "calls": self._calls}
+        """The strength or share, and the count of calls, which the random signs follow from."""
+        return {"strength": self._strength, "share": self._share, "calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        self.strength = state["strength"]
+        if state["strength"] is None:
+            self.share = state["share"]
+        else:
+            self.strength = state["strength"]
         self._calls = int(state["calls"])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -215,7 +275,17 @@ class FAM:
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._layers))
         kind = "simplified " if self._choices.simplified else ""
-        return f"FAM({kind}relative flatness of {names}, strength={self._strength:g})"
+        how = f"strength={self._strength:g}" if self._share is None else f"share={self._share:g}"
+        now = f"{self.current_share:.2g} of the objective at strength {self.current_strength:.3g}"
+        return f"FAM({kind}relative flatness of {names}, {how}{f'; {now}' * bool(self._last)})"
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidType(f"{name} must be a number. Got {type(value).__name__}.")
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidValue(f"{name} must be finite and not negative. Got {value}.")
+    return float(value)
 
 
 def _rebuild(

@@ -1,0 +1,63 @@
+"""How much the samples' own parts of a quantity vary: what other samples would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+@dataclass(slots=True)
+class Spread:
+    """Mean and scatter over samples of one number a block, each sample counting alike.
+
+    With t_i the numbers of sample i, Σ_k c_k times the k-th of their mean has the standard error
+    sqrt(cᵀ S c / (n (n − 1))), S = Σ_i (t_i − t̄)(t_i − t̄)ᵀ, for samples that are independent
+    draws. Smooth functions of the means have it with c their gradient.
+    """
+
+    blocks: tuple[str, ...]
+    count: int = 0
+    _mean: Tensor = field(default_factory=lambda: torch.zeros(()))
+    _scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.blocks)
+
+    def add(self, size: int, values: Mapping[str, Tensor]) -> None:
+        """So many samples more; a block without values has zeros."""
+        if values:
+            like = next(iter(values.values()))
+            rows = (values.get(name, like.new_zeros(size)) for name in self.blocks)
+            self._merge(torch.stack([row.to(like.device) for row in rows], 1).double())
+        else:
+            self._merge(torch.zeros(size, len(self.blocks), dtype=torch.float64))
+
+    def _merge(self, rows: Tensor) -> None:
+        """By the pairwise formula, which loses no digits to a mean that is large."""
+        size, mean = len(rows), rows.mean(0)
+        centred = rows - mean
+        change = mean - self._mean.to(mean)
+        share = self.count * size / (self.count + size)
+        self._scatter = self._scatter.to(mean) + centred.mT @ centred + share * change.outer(change)
+        self.count += size
+        self._mean = self._mean.to(mean) + change * (size / self.count)
+
+    def scaled(self, factor: float) -> Spread:
+        """Of the numbers times a factor, on the CPU."""
+        mean, scatter = factor * self._mean.cpu(), factor**2 * self._scatter.cpu()
+        return replace(self, _mean=mean, _scatter=scatter)
+
+    def stderr(self, weights: Mapping[str, float]) -> float | None:
+        """Of Σ weights · means; None of a single sample."""
+        if self.count < 2:
+            return None
+        c = torch.tensor([weights.get(name, 0.0) for name in self.blocks], dtype=torch.float64)
+        variance = float(c @ self._scatter @ c) / (self.count * (self.count - 1))
+        return sqrt(max(0.0, variance))

@@ -1,0 +1,242 @@
+"""Where a model stands: its loss, and whether that is a minimum at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, isfinite, sqrt
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from saltflat.landscape import RiskSurface, descend
+from saltflat.losses import CrossEntropy, JointLoss, Loss, divisor
+from saltflat.printed import Told
+from saltflat.risk import Batch
+from saltflat.work import FORWARD
+
+# What it costs at most, in gradients.
+STANDING = 1 + 4 * FORWARD
+
+# The share of the loss by which a step downhill may lower it at a minimum, and near one …
+_AT, _NEAR = 0.01, 0.1
+# … and the share of the chance level: by more it is no minimum, by less than the second it is near
+# one in any case.
+_MOST, _LEAST = 0.01, 0.001
+# Rows of outputs that are probabilities add up to 1 to within this.
+_ONE = 1e-4
+# Frequencies of the cosines that outputs are projected on; nothing depends on what they are.
+_FREQUENCIES = (0.7, 1.9, 2.6)
+
+PROBABILITIES = (
+    "the outputs are probabilities already, on all samples, and the cross-entropy takes the "
+    "softmax of them once more: return logits, or pass output=lambda p: p.log()"
+)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Standing(Told):
+    """Whether a model is at a minimum of its loss, and what that loss is compared with.
+
+    A measure of flatness is of a minimum. That the gradient be 0 is no criterion: it depends on the
+    scale of the parameters, and a network that fits its data by cross-entropy has no minimum at
+    all. So what is asked is how much there is still to gain nearby: the loss is followed downhill
+    along −θ² ∘ ∇L, a line that no rescaling of the parameters changes, to where it is lowest
+    (`saltflat.landscape.descend`; at most three places are tried). It is
+
+    - "not a minimum" if that takes more than 1 % of the chance level, or more than 10 % of the loss
+      and 0.1 % of the chance level (of a loss without a chance level, 10 % of the loss),
+    - "a minimum" if it takes at most 1 % of the loss, and "nearly a minimum" between.
+
+    A decrease was seen, so that "not a minimum" is certain; "a minimum" says that this line found
+    no more. The limits are conventions.
+
+    Attributes
+    ----------
+    loss : the risk, over all samples.
+    sampling : its standard error as an estimate of the population's; None where samples do not
+        count alike, or for a loss of the user's own.
+    accuracy : the share of positions whose largest output is at the target; None if targets are no
+        classes.
+    chance : the loss of the best outputs that are the same for all samples (the logarithms of the
+        classes' shares, the mean of the targets); None if it is not known.
+    gradient_norm : Euclidean, over the measured parameters.
+    decrease : how much lower the loss was seen downhill.
+    outputs : projections of the outputs, by which two models are known to be the same function.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> _ = torch.manual_seed(0)
+    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
+    >>> standing = sf.measure(model, (x, y), measures=["hessian_trace"]).standing
+    >>> standing.minimum, round(standing.loss, 3), standing.accuracy
+    (False, 0.775, 0.5)
+    """
+
+    loss: float
+    sampling: float | None
+    accuracy: float | None
+    chance: float | None
+    gradient_norm: float
+    decrease: float
+    outputs: tuple[float, ...] = ()
+
+    @property
+    def minimum(self) -> bool:
+        """Whether it is a minimum, or nearly one."""
+        if self.chance is None or not self.chance > 0:
+            return self.share <= _NEAR
+        whole = self.decrease / self.chance
+        return whole <= _LEAST or (whole <= _MOST and self.share <= _NEAR)
+
+    @property
+    def share(self) -> float:
+        """The decrease as a share of the loss."""
+        return self.decrease / abs(self.loss) if self.loss else (inf if self.decrease else 0.0)
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the best constant outputs do as well, or better."""
+        return self.chance is not None and self.loss >= self.chance * (1 - 1e-6)
+
+    @property
+    def word(self) -> Literal["yes", "nearly", "no"]:
+        """Whether it is a minimum, in a word."""
+        if not self.minimum:
+            return "no"
+        return "yes" if self.share <= _AT else "nearly"
+
+    @property
+    def verdict(self) -> str:
+        """In words, e.g. `not a minimum: a step downhill lowers the loss by 31 %`."""
+        found = f"{100 * self.share:.2g} %" if self.share <= 1 else f"{self.decrease:.2g}"
+        word = {"yes": "a minimum", "nearly": "nearly a minimum", "no": "not a minimum"}[self.word]
+        text = f"{word}: a step downhill lowers the loss by {found} (gradient norm "
+        text += f"{self.gradient_norm:.2g})"
+        if self.above_chance:
+            text += f"; the loss is at or above chance level, {self.chance:.4g}"
+        return text
+
+    def same_function(self, other: Standing, digits: float) -> bool:
+        """Whether the outputs are the same but for rounding, relative errors of `digits`."""
+        if not self.outputs or len(self.outputs) != len(other.outputs):
+            return False
+        size = max(map(abs, self.outputs))
+        pairs = zip(self.outputs, other.outputs, strict=True)
+        return all(abs(a - b) <= digits * size for a, b in pairs)
+
+    def __str__(self) -> str:
+        error = "" if self.sampling is None else f" ± {self.sampling:.2g} for the population"
+        right = "" if self.accuracy is None else f", accuracy {100 * self.accuracy:.4g} %"
+        return f"loss {self.loss:.4g}{error}{right}: {self.verdict}"
+
+
+def standing(landscape: RiskSurface) -> tuple[Standing, list[str]]:
+    """Of the model as it is, in the session of its risk, and what is to be said of its outputs.
+
+    Costs one gradient and up to four forward passes.
+    """
+    descent, loss = descend(landscape), landscape.loss
+    assert loss is not None, "it was looked at"
+    seen = _Seen(loss)
+    for batch, outputs in landscape.answers():
+        seen.add(batch, outputs)
+    found = Standing(
+        descent.loss,
+        seen.sampling(),
+        seen.accuracy(),
+        seen.chance(),
+        descent.gradient_norm,
+        descent.decrease,
+        seen.projections(),
+    )
+    return found, [PROBABILITIES] if seen.probabilities else []
+
+
+@final
+@dataclass
+class _Seen:
+    """Sums over the samples, of what their outputs and targets tell."""
+
+    loss: Loss | JointLoss
+    samples: int = 0
+    normaliser: float = 0.0
+    probabilities: bool = True
+    moments: dict[str, Tensor] = field(default_factory=dict)  # sums of powers
+    right: list[int] | None = field(default_factory=lambda: [0, 0])
+    tally: Tensor | None = None
+    even: bool = True  # whether samples count alike
+    _tallied: bool = True
+
+    def __post_init__(self) -> None:
+        self.probabilities = isinstance(self.loss, CrossEntropy)
+
+    def add(self, batch: Batch, outputs: Tensor) -> None:
+        self._project(outputs)
+        self.samples += batch.size
+        loss, targets = self.loss, batch.targets
+        if isinstance(loss, JointLoss):
+            return
+        normaliser = loss.normaliser(outputs, targets)
+        share = (self.normaliser + normaliser) / self.samples
+        alike = abs(normaliser - share * batch.size) <= 1e-9 * normaliser
+        self.even = self.even and alike and loss.evenly(outputs, targets)
+        self.normaliser += normaliser
+        each = loss.each(outputs.double(), targets)
+        if each is not None:
+            self._sum("losses", each)
+        right = loss.right(outputs, targets)
+        self.right = (
+            None
+            if right is None or self.right is None
+            else [a + b for a, b in zip(self.right, right, strict=True)]
+        )
+        self._count(loss.tally(outputs, targets))
+        if self.probabilities and isinstance(loss, CrossEntropy):
+            rows = outputs.detach().movedim(loss.dim(outputs, targets), -1)
+            off = (rows.sum(-1, dtype=torch.float64) - 1).abs().max()
+            self.probabilities = bool((rows >= 0).all()) and float(off) <= _ONE
+
+    def _count(self, tally: Tensor | None) -> None:
+        """Targets of another shape, or of none, leave the chance level unknown."""
+        if tally is None or (self.tally is not None and self.tally.shape != tally.shape):
+            self._tallied = False
+        elif self._tallied:
+            self.tally = tally if self.tally is None else self.tally + tally
+
+    def _project(self, outputs: Tensor) -> None:
+        rows = outputs.detach().reshape(len(outputs), -1).double()
+        places = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device)
+        for frequency in _FREQUENCIES:
+            self._sum(f"outputs {frequency}", rows @ torch.cos(frequency * (places + 1)))
+
+    def _sum(self, name: str, values: Tensor) -> None:
+        powers = torch.stack([values.double().pow(k).sum() for k in (1, 2, 3)]).cpu()
+        self.moments[name] = self.moments.get(name, torch.zeros(3, dtype=torch.float64)) + powers
+
+    def projections(self) -> tuple[float, ...]:
+        """Mean, root mean square and mean cube over mean square: in whatever order samples came."""
+        found = list[float]()
+        for frequency in _FREQUENCIES:
+            first, second, third = (self.moments[f"outputs {frequency}"] / self.samples).tolist()
+            found += [first, sqrt(second), third / second if second > 0 else 0.0]
+        return tuple(found) if all(map(isfinite, found)) else ()
+
+    def accuracy(self) -> float | None:
+        return self.right[0] / self.right[1] if self.right and self.right[1] else None
+
+    def chance(self) -> float | None:
+        if not self._tallied or self.tally is None or isinstance(self.loss, JointLoss):
+            return None
+        return self.loss.chance(self.tally) / divisor(self.loss, self.normaliser)
+
+    def sampling(self) -> float | None:
+        """The standard error of a mean over samples that count alike, each once."""
+        mean = isinstance(self.loss, Loss) and self.loss.mean
+        if not mean or not self.even or "losses" not in self.moments or self.samples < 2:
+            return None
+        first, second, _ = (self.moments["losses"] / self.samples).tolist()
+        variance = max(0.0, second - first**2) * self.samples / (self.samples - 1)
+        return sqrt(variance / self.samples) * self.samples / self.normaliser

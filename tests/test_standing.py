@@ -1,0 +1,305 @@
+"""Where a model stands: its loss, its accuracy, and whether it is at a minimum."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BY_NAME
+from torch import Tensor, nn
+from untouched import assert_untouched, dressed, fingerprint
+
+import saltflat as sf
+from saltflat.losses import resolve
+
+CASE = BY_NAME["mlp"]
+
+
+def standing(model: nn.Module, data: Any, loss: Any = "cross_entropy", **options: Any) -> Any:
+    report = sf.measure(model, data, loss, measures=["hessian_trace"], **options)
+    assert report.standing is not None, report.notes
+    return report.standing
+
+
+def classes(n: int = 40, width: int = 5, count: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, width, generator=generator, dtype=torch.float64)
+    return x, torch.randint(count, (n,), generator=generator)
+
+
+def network(width: int = 5, count: int = 3, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 6), nn.ReLU(), nn.Linear(6, count)).double()
+
+
+def fitted(model: nn.Module, data: Any, loss: Any = F.cross_entropy, steps: int = 60) -> nn.Module:
+    x, y = data
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=steps * 10, tolerance_grad=1e-10, tolerance_change=1e-14
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return model
+
+
+SEQUENCES = torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+LABELS = torch.arange(28).reshape(4, 7) % 3
+SOME = LABELS.clone()
+SOME[:, 5:] = -100
+SOFT = torch.rand(40, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+LOSSES: dict[str, tuple[Any, Tensor]] = {
+    "classes": (nn.CrossEntropyLoss(), classes()[1]),
+    "weights": (nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double()), classes()[1]),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2), classes()[1]),
+    "both": (
+        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1, 3]).double(), label_smoothing=0.2),
+        classes()[1],
+    ),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), classes()[1]),
+    "soft": (nn.CrossEntropyLoss(), SOFT / SOFT.sum(1, keepdim=True)),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=0), classes()[1]),
+    "mse": (nn.MSELoss(), SOFT),
+    "bce": (nn.BCEWithLogitsLoss(), SOFT.round()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_gradient_and_chance(name: str) -> None:
+    """Against torch; the chance level against a search over constant outputs."""
+    loss, y = LOSSES[name]
+    x, model = classes()[0], network()
+    found = standing(model, [(x[:25], y[:25]), (x[25:], y[25:])], loss)
+    value = loss(model(x), y)
+    gradient = torch.autograd.grad(value, list(model.parameters()))
+    assert found.loss == pytest.approx(value.item(), rel=1e-12)
+    norm = torch.cat([g.flatten() for g in gradient]).norm()
+    assert found.gradient_norm == pytest.approx(float(norm), rel=1e-12)
+    constant = nn.Linear(1, 3, bias=False).double()
+    fitted(constant, (torch.ones(len(y), 1).double(), y), loss)
+    best = loss(constant(torch.ones(len(y), 1).double()), y).item()
+    assert found.chance == pytest.approx(best, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_every_sample(name: str) -> None:
+    loss, y = LOSSES[name]
+    outputs = network()(classes()[0])
+    ours = resolve(loss)
+    each = ours.each(outputs, y)
+    assert each.sum().item() == pytest.approx(ours.total(outputs, y).item(), rel=1e-12)
+    one = [ours.total(outputs[k : k + 1], y[k : k + 1]) for k in range(len(y))]
+    torch.testing.assert_close(each, torch.stack(one), rtol=1e-12, atol=1e-14)
+    found = standing(network(), (classes()[0], y), loss).sampling
+    if name in ("weights", "both", "sum", "ignored"):
+        assert found is None
+    else:
+        share = ours.normaliser(outputs, y) / len(y)
+        assert found == pytest.approx(each.std().item() / share / len(y) ** 0.5, rel=1e-9)
+
+
+def test_samples_that_count_unlike_have_no_sampling_error() -> None:
+    loss = resolve(nn.CrossEntropyLoss())
+    assert loss.evenly(SEQUENCES.mT, LABELS)
+    assert not loss.evenly(SEQUENCES.mT, SOME)
+    likelihood = resolve(nn.NLLLoss())
+    assert likelihood.evenly(SEQUENCES.mT, LABELS)
+    assert not likelihood.evenly(SEQUENCES.mT, SOME)
+    # Batches of sequences of other lengths, each of which is even.
+    model = nn.Linear(3, 3).double()
+    both = [(SEQUENCES, LABELS), (SEQUENCES[:, :4], LABELS[:, :4])]
+    assert standing(model, both).sampling is None
+    assert standing(model, both[:1]).sampling is not None
+
+
+def test_accuracy() -> None:
+    x, y = classes()
+    model = network()
+    right = float((model(x).argmax(1) == y).double().mean())
+    assert standing(model, (x, y)).accuracy == pytest.approx(right)
+    assert standing(model, (x, y), "normalized_cross_entropy").accuracy == pytest.approx(right)
+    tail = nn.Sequential(model, nn.LogSoftmax(1))
+    assert standing(tail, (x, y), nn.NLLLoss()).accuracy == pytest.approx(right)
+    assert standing(model, (x, SOFT), "mse").accuracy is None
+    assert standing(model, (x, LOSSES["soft"][1])).accuracy is None
+    assert standing(model, (x, y), lambda o, t: F.cross_entropy(o, t)).accuracy is None
+    positions = nn.Linear(3, 3).double()
+    named = positions(SEQUENCES).argmax(2)
+    kept = SOME != -100
+    right = float((named == SOME)[kept].double().mean())
+    assert standing(positions, (SEQUENCES, SOME)).accuracy == pytest.approx(right)
+
+
+def test_a_minimum_is_one_and_its_surroundings_are_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(50, 1, generator=generator, dtype=torch.float64)
+    model = nn.Linear(4, 1).double()
+    both = torch.cat([x, torch.ones(50, 1).double()], 1)
+    best = torch.linalg.lstsq(both, y).solution
+    with torch.no_grad():
+        model.weight.copy_(best[:4].mT)
+        model.bias.copy_(best[4])
+    found = standing(model, (x, y), "mse")
+    assert found.minimum
+    assert found.decrease < 1e-12
+    assert found.verdict.startswith("a minimum: ")
+    assert not found.above_chance
+    with torch.no_grad():
+        model.weight += 0.5
+    away = standing(model, (x, y), "mse")
+    assert not away.minimum
+    assert away.verdict.startswith("not a minimum: a step downhill lowers the loss by ")
+    # It was seen, so there is that much to gain at least.
+    assert 0 < away.decrease <= away.loss - found.loss + 1e-12
+
+
+def test_an_untrained_network_is_no_minimum_and_at_chance() -> None:
+    """Its loss is nearly that of constants, so that little of it is lost by a step."""
+    x, y = classes(200)
+    shy = network()
+    with torch.no_grad():
+        shy[2].weight *= 0.1
+        shy[2].bias.zero_()
+    found = standing(shy, (x, y))
+    assert found.above_chance
+    assert "at or above chance level" in found.verdict
+    trained = standing(fitted(network(), (x, y), steps=200), (x, y))
+    assert trained.minimum
+    assert not trained.above_chance
+    diverged = network()
+    with torch.no_grad():
+        diverged[2].weight *= 100
+    assert standing(diverged, (x, y)).above_chance
+    assert not standing(diverged, (x, y)).minimum
+
+
+def test_fitted_data_are_near_a_minimum_though_cross_entropy_has_none() -> None:
+    x = torch.eye(6).double()
+    model = nn.Linear(6, 6).double()
+    with torch.no_grad():
+        model.weight.copy_(12 * torch.eye(6) - 1)
+        model.bias.fill_(0.1)
+    found = standing(model, (x, torch.arange(6)))
+    assert found.share > 0.1
+    assert found.minimum
+    assert "nearly a minimum" in found.verdict
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual"])
+def test_a_rescaled_twin_stands_alike(name: str) -> None:
+    case = BY_NAME[name]
+    model = case.model()
+    data = case.data()
+    twin = sf.symmetries(model, data[0]).random(seed=1, spread=30.0)(model)
+    one, two = (standing(m, data, case.loss) for m in (model, twin))
+    assert one.decrease == pytest.approx(two.decrease, rel=1e-6)
+    assert one.gradient_norm != pytest.approx(two.gradient_norm, rel=0.1)
+    assert one.same_function(two, 1e-10)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        next(iter(twin.parameters())).mul_(1.001)
+    assert not one.same_function(standing(twin, data, case.loss), 1e-10)
+
+
+def test_parameters_that_are_zero_do_not_hide_a_slope() -> None:
+    """The first product of an adapter is 0, and the other has no gradient then."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(2, 5).double())
+            self.b = nn.Parameter(torch.zeros(3, 2).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.a.mT @ self.b.mT
+
+    x, _ = classes()
+    assert standing(Adapter(), (x, x[:, :3].argmax(1))).decrease > 0.01
+
+
+def test_probabilities_are_noticed() -> None:
+    x, y = classes()
+    tail = nn.Sequential(network(), nn.Softmax(1))
+    report = sf.measure(tail, (x, y), measures=["fisher_rao_norm"])
+    assert any("probabilities already" in note for note in report.notes)
+    logs = sf.measure(tail, (x, y), measures=["fisher_rao_norm"], output=lambda p: p.log())
+    assert not any("probabilities" in note for note in logs.notes)
+    sigmoid = nn.Sequential(network(), nn.Sigmoid())
+    plain = sf.measure(sigmoid, (x, y), measures=["fisher_rao_norm"])
+    assert not any("probabilities" in note for note in plain.notes)
+
+
+def test_it_is_cheap_and_leaves_the_model_alone() -> None:
+    model = dressed(CASE.model())
+    before = fingerprint(model)
+    report = sf.measure(model, CASE.data(), measures=["hessian_trace"])
+    assert_untouched(model, before)
+    assert 1 < report.provenance.gradients["standing"] <= 3
+    own = sf.measure(model, CASE.data(), F.cross_entropy, measures=["hessian_trace"])
+    assert own.provenance.gradients["standing"] <= 3
+
+    def joint(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o, y).square()
+
+    with pytest.warns(UserWarning, match="estimated"):
+        squared = sf.measure(
+            model, CASE.data(), joint, measures=["hessian_trace"], estimator=sf.Hutchinson(4)
+        )
+    assert squared.standing is not None
+    loss = F.cross_entropy(model.eval()(CASE.data()[0]), CASE.data()[1])
+    assert squared.standing.loss == pytest.approx(loss.item() ** 2)
+    assert squared.standing.chance is squared.standing.sampling is None
+
+
+def test_the_measured_parameters_alone() -> None:
+    model, (x, y) = network(), classes()
+    found = standing(model, (x, y), parameters=["2.bias"])
+    (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), [model[2].bias])
+    assert found.gradient_norm == pytest.approx(float(gradient.norm()))
+
+
+def test_losses_that_overflow_nearby() -> None:
+    """The first step may be far too long; what is not finite is no decrease."""
+
+    def steep(o: Tensor, y: Tensor) -> Tensor:
+        return ((o - y).double() ** 2).mul(300).exp().mean()
+
+    model = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    x = torch.linspace(0.9, 1, 8).reshape(8, 1).double()
+    found = standing(model, (x, x + 0.01), steep)
+    assert 0 <= found.decrease <= found.loss
+
+
+def test_it_is_saved_and_older_reports_have_none(tmp_path: Path) -> None:
+    report = sf.measure(CASE.model(), CASE.data(), measures=["hessian_trace"])
+    path = report.save(tmp_path / "run.json")
+    assert sf.Report.load(path).standing == report.standing
+    content = json.loads(path.read_text())
+    del content["standing"]
+    path.write_text(json.dumps(content))
+    old = sf.Report.load(path)
+    assert old.standing is None
+    assert "minimum:" not in str(old)
+
+
+def test_a_standing_that_cannot_be_had_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setattr(sys.modules["saltflat.measure"], "standing", fail)
+    report = sf.measure(CASE.model(), CASE.data(), measures=["hessian_trace"])
+    assert report.standing is None
+    assert "whether this is a minimum is not known: out of luck" in report.notes

@@ -1,0 +1,195 @@
+"""Which of two models is flatter, and when that cannot be said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BY_NAME
+from torch import Tensor, nn
+
+import saltflat as sf
+from saltflat.measures import NormalizedSharpness
+from saltflat.report import Standing
+
+CASE = BY_NAME["mlp"]
+MEASURES = ["hessian_trace", "rho"]
+AT = Standing(0.5, 0.01, 0.9, 1.1, 1e-3, 1e-4, (1.0, 2.0))
+
+
+def report(value: float, standing: Standing | None = AT, **fields: Any) -> sf.Report:
+    """Of one measure, with a value and a standing as given."""
+    found = sf.measure(CASE.model(), CASE.data(), measures=["rho"])
+    source = {k: fields.pop(k) for k in ("model", "parameters", "data_hash") if k in fields}
+    m = replace(found["rho"], value=value, **({"sampling": 0.01} | fields))
+    provenance = replace(found.provenance, **source)
+    return replace(found, measurements={"rho": m}, provenance=provenance, standing=standing)
+
+
+def other(**fields: Any) -> Standing:
+    return replace(AT, **({"outputs": (1.0, 2.1)} | fields))
+
+
+def verdict(one: sf.Report, two: sf.Report, measure: str = "rho") -> sf.Verdict:
+    return one.compare(two, ("a", "b")).verdict(measure, "a", "b")
+
+
+def test_the_lower_value_is_flatter() -> None:
+    found = verdict(report(2.0), report(1.0, other()))
+    assert (found.word, found.flatter, found.reason) == ("flatter", "b", "")
+    assert str(found) == "rho: b is flatter than a"
+    assert repr(found) == "<Verdict rho: b is flatter than a>"
+    assert verdict(report(1.0), report(2.0, other())).flatter == "a"
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"sampling": 0.2}, "not distinguishable"),
+        ({"sampling": 0.05}, "flatter"),
+        ({"exact": False, "stderr": 0.2}, "not distinguishable"),
+        ({"gap": 0.3}, "not distinguishable"),
+        ({"gap": float("nan")}, "not distinguishable"),
+        ({"bound": "lower", "exact": False}, "flatter"),
+    ],
+)
+def test_errors_count(fields: dict[str, Any], word: str) -> None:
+    assert verdict(report(1.0, **fields), report(1.3, other(), **fields)).word == word
+
+
+def test_a_searched_supremum_may_miss_some() -> None:
+    searched: dict[str, Any] = {"bound": "lower", "exact": False, "sampling": None}
+    assert verdict(report(1.0, **searched), report(1.005, other(), **searched)).word == (
+        "not distinguishable"
+    )
+    exact: dict[str, Any] = {"sampling": None}
+    found = verdict(report(1.0, **exact), report(1.005, other(), **exact))
+    assert found.word == "flatter"
+    assert found.reason == "on these samples; for others it is not known"
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "reason"),
+    [
+        (report(1.0), report(2.0, other(), data_hash="0"), "the data differ"),
+        (
+            report(1.0, parameters=7),
+            report(2.0, other()),
+            "the architecture differs: Sequential of 7 parameters and Sequential of 43 parameters",
+        ),
+        (report(1.0, other(decrease=0.4)), report(2.0), "a is not at a minimum"),
+        (
+            report(1.0, other(decrease=0.4)),
+            report(2.0, other(decrease=0.3, outputs=(3.0, 1.0))),
+            "a and b are not at a minimum",
+        ),
+        (report(1.0, other(loss=0.1)), report(2.0), "the loss level differs: 0.1 and 0.5"),
+    ],
+)
+def test_what_is_not_comparable(one: sf.Report, two: sf.Report, reason: str) -> None:
+    found = verdict(one, two)
+    assert (found.word, found.flatter, found.reason) == ("not comparable", "", reason)
+    assert reason in str(found)
+
+
+def test_losses_that_differ_by_their_sampling_error_are_one_level() -> None:
+    assert verdict(report(1.0, other(loss=0.1, sampling=0.3)), report(2.0)).word == "flatter"
+
+
+def test_reports_of_before_there_were_standings() -> None:
+    assert verdict(report(1.0, None), report(2.0, None)).word == "flatter"
+    assert "a minimum?" not in str(report(1.0, None).compare(report(2.0, None)))
+
+
+def test_settings_and_measures_that_are_missing() -> None:
+    found = sf.measure(CASE.model(), CASE.data(), measures=[NormalizedSharpness(lam=1.0), "rho"])
+    again = sf.measure(CASE.model(), CASE.data(), measures=["normalized_sharpness"])
+    both = found.compare(again, ("a", "b"))
+    settings = both.verdict("normalized_sharpness", "a", "b")
+    assert settings.reason == "the settings of normalized_sharpness differ"
+    assert both.verdict("rho", "a", "b").reason == "rho of b was not measured"
+    with pytest.raises(sf.NotMeasured, match=r"'rhoo' was not measured. Nearest is 'rho'"):
+        both.verdict("rhoo", "a", "b")
+    with pytest.raises(KeyError):
+        both.verdict("rho", "a", "c")
+
+
+def fitted(seed: int, x: Tensor, y: Tensor) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1500)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model
+
+
+@pytest.fixture(scope="module")
+def three() -> sf.Comparison:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (300,), generator=generator)
+    model = fitted(0, x, y)
+    twin = sf.symmetries(model, x[:8]).random(seed=0, spread=100.0)(model)
+    models = {"a": model, "twin": twin, "b": fitted(1, x, y)}
+    return sf.compare(models, (x, y), measures=MEASURES)
+
+
+def test_a_rescaled_twin_is_the_same_function(three: sf.Comparison) -> None:
+    for measure in MEASURES:
+        assert three.verdict(measure, "a", "twin").word == "same function"
+        assert three.verdict(measure, "a", "b").word in ("flatter", "not distinguishable")
+    text = str(three)
+    assert "a and twin are the same function" in text
+    moved = three.verdict("hessian_trace", "b", "twin")
+    assert (moved.word, moved.flatter) == ("flatter", "b")
+    assert "a rescaling that keeps the function could reverse this" in moved.reason
+    assert len(three.verdicts) == 2 * 3
+
+
+def test_saved_comparisons_say_the_same(three: sf.Comparison, tmp_path: Path) -> None:
+    path = three.save(tmp_path / "both.json")
+    again = sf.Comparison.load(path)
+    assert again == three
+    assert sf.load(path) == three
+    assert again.verdicts == three.verdicts
+    assert str(again) == str(three)
+    saved = {name: sf.load(r.save(tmp_path / f"{name}.json")) for name, r in three.items()}
+    assert sf.Comparison(saved).verdicts == three.verdicts
+    with pytest.raises(sf.InvalidValue, match=r"not a report: it holds a comparison. Use sf.load"):
+        sf.Report.load(path)
+
+
+def test_the_table(three: sf.Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (80, 130):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = str(three)
+        assert max(map(len, text.splitlines())) <= width
+        rows = {line.strip("│ ").split()[0]: line for line in text.splitlines() if line.strip("│ ")}
+        assert f"{three['a'].standing.loss:.4g}" in rows["loss"]
+        assert "%" in rows["accuracy"]
+        for word in ("hessian_trace", "rho", "verdict", "a minimum?"):
+            assert word in text
+    two = three["a"].compare(three["twin"], ("a", "twin"))
+    assert "same function" in str(two)
+    flat = report(1.0).compare(report(2.0, other()), ("x", "y"))
+    assert flat.flattest("rho") == "x flatter"
+    assert "x flatter" in str(flat)
+    assert "verdict" not in str(sf.Comparison({"a": three["a"]}))
+
+
+def test_to_pandas(three: sf.Comparison) -> None:
+    pytest.importorskip("pandas")
+    frame = three.to_pandas()
+    assert frame.index.names == ["model", "measure"]
+    assert frame.loc[("b", "rho"), "value"] == three["b"]["rho"].value
+    assert frame.loc[("b", "rho"), "loss"] == three["b"].standing.loss
