@@ -108,7 +108,9 @@ def test_measure_says_what_the_function_says(place: Path) -> None:
     names = ["rho", "hessian_trace"]
     truth = sf.measure(model, data, measures=names)
     options = ["--checkpoint", "w.pt", "--data", "data.npz", "--measures", ",".join(names)]
-    found = run("measure", net(place, "make"), *options, "--json", "--save", "run.json")
+    pages = ["--save", "run.json", "--html", "run.html"]
+    found = run("measure", net(place, "make"), *options, "--json", *pages)
+    assert "rho" in (place / "run.html").read_text()
     assert sf.Report.load(place / "run.json").measurements == truth.measurements
     (place / "piped.json").write_text(found.stdout)
     assert sf.Report.load(place / "piped.json").measurements == truth.measurements
@@ -215,6 +217,27 @@ def test_balance_writes_weights_of_the_same_function(place: Path) -> None:
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
     assert "5 rescalings" in run("balance", *options).stdout
     run("balance", *options, "--save", "w.pt", code=2)
+
+
+def test_landscape_goes_on_where_it_stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [net(place, "make"), "--data", "data.npz", "--dimensions", "1", "--points", "5"]
+    found = run("landscape", *options, "--json", "--save", "line.json", "--plot", "line.png")
+    assert (
+        json.loads(found.stdout)["landscape"]
+        == json.loads((place / "line.json").read_text())["landscape"]
+    )
+    assert (place / "line.png").stat().st_size > 1000
+    whole = sf.Landscape.load(place / "line.json")
+    assert "Loss along" in run("landscape", *options, "--save", "line.json").stdout
+    run("landscape", *options, "--tolerance", "0.1", code=2)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sf, "landscape", stop)
+    run("landscape", *options, code=130)
+    again = run("landscape", *options, "--save", "line.json", code=130)
+    assert str(whole) in " ".join(again.stdout.split())
 
 
 def test_bench_counts_in_gradients(place: Path) -> None:
@@ -326,7 +349,8 @@ def test_a_traceback_is_shown_if_asked(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "measure", "compare", "audit", "balance", "bench", "data", "doctor"]
+    "command",
+    ["demo", "measure", "compare", "audit", "balance", "landscape", "bench", "data", "doctor"],
 )
 def test_help_has_an_example(command: str) -> None:
     said = run(command, "--help").stdout
@@ -348,10 +372,17 @@ def test_completion_knows_names() -> None:
 
 
 def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append(name))
+    ran: list[list[str]] = []
+    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append([name, *sys.argv]))
+    before = sys.argv
     run("demo")
-    assert ran == ["saltflat.demo"]
+    run("demo", "tour.html", "--all")
+    assert ran == [
+        ["saltflat.demo", "saltflat demo", "demo.html"],
+        ["saltflat.demo", "saltflat demo", "tour.html", "--all"],
+    ]
+    assert sys.argv is before
+    run("demo", "tour.txt", code=2)
 
 
 def test_the_entry_point_is_the_command() -> None:

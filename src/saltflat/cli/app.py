@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from saltflat.cli.data import BUILT_IN, described, load_data
 from saltflat.cli.options import (
     MEASURED,
     Checkpoint,
+    Directions,
     Html,
     Measures,
     Model,
@@ -25,6 +27,7 @@ from saltflat.cli.options import (
     Weights,
     measure_names,
     with_request,
+    written,
 )
 from saltflat.cli.running import EXIT_CODES, Code, Voice, keep, speaking
 from saltflat.errors import Interrupted, LoadError
@@ -64,11 +67,26 @@ def main_options(
     """Options before the command."""
 
 
-@app.command(epilog=_example("demo"))
-def demo(traceback: Traceback = False) -> None:
-    """Run the main jobs on data that come with scikit-learn; some minutes."""
+@app.command(epilog=_example("demo tour.html"))
+def demo(
+    page: Annotated[
+        Path,
+        typer.Argument(help="A page that is written in the end.", callback=written(".html")),
+    ] = Path("demo.html"),
+    everything: Annotated[
+        bool, typer.Option("--all", help="Random labels too: a minute more.")
+    ] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Run the main jobs on data that come with scikit-learn; about two minutes."""
+    own = sys.argv
     with speaking(Voice(traceback=traceback)):
-        runpy.run_module("saltflat.demo", run_name="__main__")
+        # As `python -m saltflat.demo` would: it is a program of its own.
+        sys.argv = ["saltflat demo", str(page), *(["--all"] if everything else [])]
+        try:
+            runpy.run_module("saltflat.demo", run_name="__main__")
+        finally:
+            sys.argv = own
 
 
 @app.command(
@@ -239,6 +257,50 @@ def balance(
         if save is not None:
             result.save(save)
             request.voice.note(f"wrote {save}")
+
+
+@app.command(
+    epilog=_example(
+        "landscape net.py:make_model --data test.npz --save plane.json --plot plane.png"
+    )
+)
+@with_request
+def landscape(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    directions: Annotated[Directions, typer.Option(help="Of the line or plane.")] = (
+        Directions.filter
+    ),
+    dimensions: Annotated[int, typer.Option(help="A line or a plane.", min=1, max=2)] = 2,
+    points: Annotated[int, typer.Option(help="Along each direction.", min=2)] = 25,
+    span: Annotated[float | None, typer.Option(help="From -span to span.")] = None,
+    accuracy: Annotated[bool, typer.Option("--accuracy", help="That of the labels too.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png, .svg, .pdf.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="FILE.json, written after every point, and gone on with if it is there."),
+    ] = None,
+    html: Html = None,
+    *,
+    request: Request,
+) -> None:
+    """Compute the loss on a line or a plane through the model's parameters."""
+    with speaking(request.voice, (html,)):
+        request.refuse("curvature", "tolerance")
+        data, loaded = request.load_data(), request.load_model(model, checkpoint)
+        options = {"seed": request.seed, "path": save, **request.arguments(loaded)}
+        options |= {"dimensions": dimensions, "points": points, "span": span}
+        options |= {"directions": directions.value, "accuracy": accuracy}
+        try:
+            found = sf.landscape(loaded, data, **options)
+        except KeyboardInterrupt as stop:
+            if save is None or not save.exists():
+                raise
+            raise Interrupted(sf.Landscape.load(save)) from stop
+        request.voice.result(found)
+        keep(request.voice, found, html)
+        if plot is not None:
+            request.voice.note(f"wrote {found.plot(plot)}")
 
 
 @app.command(epilog=_example("bench net.py:make_model --data test.npz --samples 512"))

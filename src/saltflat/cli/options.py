@@ -48,6 +48,16 @@ class Chosen(StrEnum):
     all = "all"
 
 
+@final
+class Directions(StrEnum):
+    """Of `sf.landscape`, where the first is the default."""
+
+    filter = "filter"
+    random = "random"
+    balanced = "balanced"
+    eigenvectors = "eigenvectors"
+
+
 def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
@@ -88,7 +98,7 @@ _DATA = _option(
 )
 
 
-def _written(*suffixes: str) -> Callable[[Path | None], Path | None]:
+def written(*suffixes: str) -> Callable[[Path | None], Path | None]:
     """Checks a path that is written to in the end, before anything is computed."""
 
     def check(path: Path | None) -> Path | None:
@@ -103,13 +113,11 @@ def _written(*suffixes: str) -> Callable[[Path | None], Path | None]:
 
 Save = Annotated[
     Path | None,
-    _option(
-        "--save", help="Write the result to FILE.json.", panel=_OUT, callback=_written(".json")
-    ),
+    _option("--save", help="Write the result to FILE.json.", panel=_OUT, callback=written(".json")),
 ]
 Html = Annotated[
     Path | None,
-    _option("--html", help="Write a page FILE.html.", panel=_OUT, callback=_written(".html")),
+    _option("--html", help="Write a page FILE.html.", panel=_OUT, callback=written(".html")),
 ]
 Weights = Annotated[
     Path | None,
@@ -117,7 +125,7 @@ Weights = Annotated[
         "--save",
         help="Write the weights to FILE.safetensors.",
         panel=_OUT,
-        callback=_written(".safetensors"),
+        callback=written(".safetensors"),
     ),
 ]
 
