@@ -164,6 +164,7 @@ def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
             f"{name}.json",
         )
     assert "rho" in run("compare", "a.json", "b.json").stdout
+    run("compare", "a.json", "a.json", code=2)
     run("compare", *named, named[0], *options, code=2)
     run("compare", *named, *options, "--checkpoint", "a.pt", code=2)
     (place / "b.json").write_text("[" * 100_000)

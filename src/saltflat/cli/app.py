@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from torch import nn
@@ -43,6 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+T = TypeVar("T")
+
 Json = Annotated[bool, typer.Option("--json", help="JSON and nothing else on stdout.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Where errors come from.")]
 
@@ -61,7 +63,8 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="And leave.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and leave."),
     ] = False,
 ) -> None:
     """Options before the command."""
@@ -154,7 +157,8 @@ def compare(
     with speaking(request.voice, (save, html)):
         if all(name.endswith(".json") for name in models):
             request.refuse("data", "loss", "samples", "output", "unpack", "dtype", "device")
-            comparison = sf.Comparison({Path(name).stem: _saved(Path(name)) for name in models})
+            named = _unique([(Path(name).stem, Path(name)) for name in models])
+            comparison = sf.Comparison({name: _saved(path) for name, path in named.items()})
         else:
             contenders = _contenders(models, checkpoint or [])
             comparison = _compared(request, contenders, measure_names(measures))
@@ -186,8 +190,14 @@ def _contenders(models: list[str], checkpoints: list[Path]) -> dict[str, tuple[s
         for text, path in zip(models, paths, strict=True):
             name, equals, rest = text.partition("=")
             pairs.append((name, (rest if equals else text, path)))
+    return _unique(pairs)
+
+
+def _unique(pairs: list[tuple[str, T]]) -> dict[str, T]:
+    """By name, if no two have the same."""
     if len(dict(pairs)) < len(pairs):
-        raise typer.BadParameter("Two models have the same name; write NAME=MODEL.")
+        names = ", ".join(name for name, _ in pairs)
+        raise typer.BadParameter(f"Names must differ, or write NAME=MODEL. Got {names}.")
     return dict(pairs)
 
 
