@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable slow package lint bench clean
+.PHONY: help demo test portable slow package lint bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,8 +46,13 @@ bench: $(STAMP) ## compare speed, error and memory with the alternatives (BENCH=
 # The other benchmarks: python -m bench.measures | bench.training | bench.fam | bench.convex |
 # bench.profile | bench.versions | bench.h200; bench/README.md lists what they found.
 
+# The examples of the gallery are run, and what they print and draw is shown; a warning is an error.
+docs: $(DOCS_STAMP) ## build the documentation, docs/_build/html/index.html
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/examples .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench -name __pycache__ -type d -exec rm -rf {} +
 
 # torch goes first, on its own, so that everything after it builds on the pinned one. The two peers
@@ -59,4 +65,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) torch hatchling
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@$(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@

@@ -26,7 +26,7 @@ from saltflat.symmetries import (
 @final
 @dataclass(frozen=True)
 class MinimumSharpness(Measure):
-    """min_α Tr H over all α-scalings (Ibayashi et al. 2021, eq. 4 and Theorem 1).
+    """min_α Tr H over all α-scalings (Ibayashi et al. 2021, eq. 1 and Theorem 1).
 
     The α-scalings are the rescalings of whole layers that keep the function, found for any graph.
     Without biases in a chain of D layers the value is D (Π_d Tr H_d)^{1/D}; in general it is the
@@ -49,7 +49,7 @@ class MinimumSharpness(Measure):
     )
     paper: ClassVar[str] = "Ibayashi et al. 2021"
     references: ClassVar[tuple[str, ...]] = ("ibayashi2021minimum",)
-    equation: ClassVar[str] = "(4), Theorem 1"
+    equation: ClassVar[str] = "(1), Theorem 1"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset({"layer"})
 
