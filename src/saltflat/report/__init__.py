@@ -3,7 +3,7 @@
 from saltflat.report import store
 from saltflat.report.provenance import Provenance, provenance
 from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed, invariance
-from saltflat.report.standing import STANDING, Standing, standing
+from saltflat.report.standing import STANDING, Standing, standing_of
 from saltflat.report.verdict import Verdict
 
 __all__ = [
@@ -19,6 +19,6 @@ __all__ = [
     "framed",
     "invariance",
     "provenance",
-    "standing",
+    "standing_of",
     "store",
 ]

@@ -133,7 +133,7 @@ class Standing(Told):
         return f"loss {self.loss:.4g}{error}{right}: {self.verdict}"
 
 
-def standing(landscape: Landscape) -> tuple[Standing, list[str]]:
+def standing_of(landscape: Landscape) -> tuple[Standing, list[str]]:
     """Of the model as it is, in the session of its risk, and what is to be said of its outputs.
 
     Costs one gradient and up to four forward passes.
