@@ -184,6 +184,13 @@ def test_an_untrained_network_is_no_minimum_and_at_chance() -> None:
     assert not standing(diverged, (x, y)).minimum
 
 
+def test_one_class_leaves_nothing_to_chance() -> None:
+    x, _ = classes()
+    found = standing(network(), (x, torch.zeros(len(x), dtype=torch.int64)))
+    assert found.chance == 0
+    assert not found.above_chance
+
+
 def test_fitted_data_are_near_a_minimum_though_cross_entropy_has_none() -> None:
     x = torch.eye(6).double()
     model = nn.Linear(6, 6).double()
