@@ -18,7 +18,7 @@ from saltflat.curvature import Curvature, Layer, checked_settings, derivatives_e
 from saltflat.errors import InvalidValue, LossError
 from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike, with_settings
-from saltflat.report import STANDING, model_hash, standing
+from saltflat.report import STANDING, model_hash, standing_of
 from saltflat.risk import Output, Risk, Unpack, unwrap
 from saltflat.slices.directions import (
     Directions,
@@ -198,7 +198,7 @@ class _Grid:
 def _begun(surface: RiskSurface, grid: _Grid, accuracy: bool) -> Landscape:
     """What is known before the first point: the model, the data, and the loss where it is."""
     risk = surface.risk
-    stand, notes = standing(surface)
+    stand, notes = standing_of(surface)
     if accuracy and stand.accuracy is None:
         raise LossError(
             "accuracy=True needs a cross-entropy, whose targets are classes. "
