@@ -373,17 +373,12 @@ def test_completion_knows_names() -> None:
 
 
 def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[list[str]] = []
-    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append([name, *sys.argv]))
-    before = sys.argv
+    ran: list[tuple[Path, bool]] = []
+    monkeypatch.setattr("saltflat.demo.__main__.run", lambda *given: ran.append(given))
     run("demo")
-    run("demo", "tour.html", "--all")
-    assert ran == [
-        ["saltflat.demo", "saltflat demo", "demo.html"],
-        ["saltflat.demo", "saltflat demo", "tour.html", "--all"],
-    ]
-    assert sys.argv is before
-    run("demo", "tour.txt", code=2)
+    run("demo", "--html", "x.html", "--all")
+    assert ran == [(Path("demo.html"), False), (Path("x.html"), True)]
+    run("demo", "--html", "x.txt", code=2)
 
 
 def test_the_entry_point_is_the_command() -> None:
