@@ -26,7 +26,7 @@ MAY_USE: dict[str, set[str]] = {
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},
-    "cli": {"measures", "report", "symmetries"},
+    "cli": {"demo", "measures", "report", "symmetries"},
 }
 OUTSIDE = {"zoo", "datasets", "demo"}
 MOST_LINES = 40

@@ -376,9 +376,9 @@ def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[Path, bool]] = []
     monkeypatch.setattr("saltflat.demo.__main__.run", lambda *given: ran.append(given))
     run("demo")
-    run("demo", "tour.html", "--all")
-    assert ran == [(Path("demo.html"), False), (Path("tour.html"), True)]
-    run("demo", "tour.txt", code=2)
+    run("demo", "--html", "x.html", "--all")
+    assert ran == [(Path("demo.html"), False), (Path("x.html"), True)]
+    run("demo", "--html", "x.txt", code=2)
 
 
 def test_the_entry_point_is_the_command() -> None:

@@ -28,6 +28,7 @@ from saltflat.cli.options import (
     written,
 )
 from saltflat.cli.running import EXIT_CODES, Code, Voice, keep, speaking
+from saltflat.demo import __main__ as demonstration
 from saltflat.errors import Interrupted, LoadError
 from saltflat.version import __version__
 
@@ -68,22 +69,19 @@ def main_options(
     """Options before the command."""
 
 
-@app.command(epilog=_example("demo tour.html"))
+@app.command(epilog=_example("demo", "demo --html first.html --all"))
 def demo(
-    page: Annotated[
-        Path,
-        typer.Argument(help="A page that is written in the end.", callback=written(".html")),
+    html: Annotated[
+        Path, typer.Option(metavar="FILE", help="The page to write.", callback=written(".html"))
     ] = Path("demo.html"),
     everything: Annotated[
-        bool, typer.Option("--all", help="Random labels too: a minute more.")
+        bool, typer.Option("--all", help="Networks on random labels, too: a minute more.")
     ] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Run the main jobs on data that come with scikit-learn; about two minutes."""
+    """Run the main jobs on digits that come with scikit-learn; a minute or two."""
     with speaking(Voice(traceback=traceback)):
-        from saltflat.demo import __main__ as demonstration
-
-        demonstration.run(page, everything)
+        demonstration.run(html, everything)
 
 
 @app.command(
