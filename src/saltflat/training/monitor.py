@@ -240,7 +240,7 @@ class Monitor:
 
     def _report(self, data: Any) -> Report:
         with _unheard():
-            return measure(self._model, data, **self._options)
+            return measure(self._model, data, standing=False, **self._options)
 
     def _due(self) -> Record:
         reason = self._forbidden()
