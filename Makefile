@@ -8,7 +8,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable slow lint bench docs clean
+.PHONY: help demo test portable slow package lint bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ portable: $(STAMP) ## run the numeric tests as on the oldest CPU
 
 slow: $(STAMP) ## run the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+package: $(STAMP) ## build the wheel and the source archive; run the wheel in an empty environment
+	.ci/package
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from typer.testing import CliRunner, Result
 import saltflat as sf
 from saltflat.cli import app, main
 from saltflat.cli.running import Code
+from saltflat.work import Line, Work
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -44,6 +46,9 @@ class Pair(Net):
         return {"answer": super().forward(x), "other": x}
 
 def make(): return Net()
+def loud():
+    print("hello")
+    return Net()
 def wants(hidden): return Net(hidden)
 def broken(): raise RuntimeError("no such thing")
 def loader():
@@ -103,13 +108,15 @@ def test_measure_says_what_the_function_says(place: Path) -> None:
     names = ["rho", "hessian_trace"]
     truth = sf.measure(model, data, measures=names)
     options = ["--checkpoint", "w.pt", "--data", "data.npz", "--measures", ",".join(names)]
-    found = run("measure", net(place, "make"), *options, "--json", "--save", "run.json")
+    pages = ["--save", "run.json", "--html", "run.html"]
+    found = run("measure", net(place, "make"), *options, "--json", *pages)
+    assert "rho" in (place / "run.html").read_text()
     assert sf.Report.load(place / "run.json").measurements == truth.measurements
     (place / "piped.json").write_text(found.stdout)
     assert sf.Report.load(place / "piped.json").measurements == truth.measurements
     table = run("measure", net(place, "make"), *options)
     assert "rho" in table.stdout
-    assert "shared by all" in table.stdout
+    assert "cost: " in table.stdout
 
 
 def test_options_reach_the_function(place: Path) -> None:
@@ -125,6 +132,14 @@ def test_options_reach_the_function(place: Path) -> None:
         run("measure", net(place, "make"), *options, "--loss", net(place, "squares")).stdout
     )
     assert own["provenance"]["loss"] == "squares"
+
+
+def test_what_is_drawn_at_random_follows_the_seed(place: Path) -> None:
+    """Also where the module draws numbers when it is imported, which it is once."""
+    options = [net(place, "make"), "--data", "data.npz", "-m", "rho", "--json"]
+    runs = [run("measure", *options, "--seed", seed).stdout for seed in ("1", "1", "2")]
+    one, again, other = (json.loads(text)["provenance"]["model_hash"] for text in runs)
+    assert one == again != other
 
 
 def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
@@ -149,6 +164,7 @@ def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
             f"{name}.json",
         )
     assert "rho" in run("compare", "a.json", "b.json").stdout
+    run("compare", "a.json", "a.json", code=2)
     run("compare", *named, named[0], *options, code=2)
     run("compare", *named, *options, "--checkpoint", "a.pt", code=2)
     (place / "b.json").write_text("[" * 100_000)
@@ -202,6 +218,27 @@ def test_balance_writes_weights_of_the_same_function(place: Path) -> None:
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
     assert "5 rescalings" in run("balance", *options).stdout
     run("balance", *options, "--save", "w.pt", code=2)
+
+
+def test_landscape_goes_on_where_it_stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [net(place, "make"), "--data", "data.npz", "--dimensions", "1", "--points", "5"]
+    found = run("landscape", *options, "--json", "--save", "line.json", "--plot", "line.png")
+    assert (
+        json.loads(found.stdout)["landscape"]
+        == json.loads((place / "line.json").read_text())["landscape"]
+    )
+    assert (place / "line.png").stat().st_size > 1000
+    whole = sf.Landscape.load(place / "line.json")
+    assert "Loss along" in run("landscape", *options, "--save", "line.json").stdout
+    run("landscape", *options, "--tolerance", "0.1", code=2)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sf, "landscape", stop)
+    run("landscape", *options, code=130)
+    again = run("landscape", *options, "--save", "line.json", code=130)
+    assert str(whole) in " ".join(again.stdout.split())
 
 
 def test_bench_counts_in_gradients(place: Path) -> None:
@@ -262,6 +299,11 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data empty.npz", 1, ["no samples"]),
     ("measure NET:make --data data.npz --checkpoint none.pt", 3, ["none.pt"]),
     ("measure NET:make --data data.npz --unpack NET:three", 3, ["--unpack"]),
+    ("measure NET:make --data data.npz --save run.txt", 2, [".json", "run.txt"]),
+    ("measure NET:make --data data.npz --html run.json", 2, [".html"]),
+    ("measure NET:make --data data.npz --save no/where.json", 2, ["not there"]),
+    ("audit NET:make --data data.npz --dtype float32", 2, ["no use"]),
+    ("compare a.json b.json --data data.npz", 2, ["--data"]),
     ("data empty.py:x", 3, ["empty.py"]),
 ]
 
@@ -291,6 +333,14 @@ def test_errors_are_json_too(place: Path) -> None:
     assert "makes" in error["message"]
 
 
+def test_what_a_model_prints_is_kept_out_of_json(place: Path) -> None:
+    options = [net(place, "loud"), "--data", "data.npz", "-m", "rho"]
+    result = run("measure", *options, "--json")
+    assert json.loads(result.stdout)["measurements"]
+    assert "hello" in result.stderr
+    assert "hello" in run("measure", *options).stdout
+
+
 def test_a_traceback_is_shown_if_asked(place: Path) -> None:
     options = [net(place, "broken"), "--data", "data.npz", "--traceback"]
     result = CliRunner().invoke(app, ["measure", *options])
@@ -300,7 +350,8 @@ def test_a_traceback_is_shown_if_asked(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "measure", "compare", "audit", "balance", "bench", "data", "doctor"]
+    "command",
+    ["demo", "measure", "compare", "audit", "balance", "landscape", "bench", "data", "doctor"],
 )
 def test_help_has_an_example(command: str) -> None:
     said = run(command, "--help").stdout
@@ -322,10 +373,12 @@ def test_completion_knows_names() -> None:
 
 
 def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr("runpy.run_module", lambda name, run_name: ran.append(name))
+    ran: list[tuple[Path, bool]] = []
+    monkeypatch.setattr("saltflat.demo.__main__.run", lambda *given: ran.append(given))
     run("demo")
-    assert ran == ["saltflat.demo"]
+    run("demo", "--html", "x.html", "--all")
+    assert ran == [(Path("demo.html"), False), (Path("x.html"), True)]
+    run("demo", "--html", "x.txt", code=2)
 
 
 def test_the_entry_point_is_the_command() -> None:
@@ -383,6 +436,23 @@ def test_an_interruption_leaves_a_partial_report(place: Path, where: str, partia
     assert report["hessian_trace"].exact
     assert "interrupted" in report.skipped["sam_sharpness"]
     assert "partial" in err
+
+
+def test_progress_tells_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    line = Line(stream, eager=True)
+    work = Work(line=line)
+    work.total, work.step = 100.0, "rho"
+    work.add(samples=10, price=2.0)
+    line._move(10.0)
+    assert stream.getvalue() == "\rsaltflat: rho, 20%, 10 s, 2 samples/s, about 40 s left"
+    monkeypatch.setenv("COLUMNS", "30")
+    line._move(10.0)
+    assert len(stream.getvalue().rpartition("\r")[2].rstrip()) < 30
 
 
 def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

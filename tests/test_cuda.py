@@ -116,3 +116,20 @@ def test_batch_norm_of_the_device_is_read_off_the_graph() -> None:
     parameters = dict(norm.named_parameters()) | {"x": x}
     assert not prove(norm.eval()(x), parameters, frozenset).curved
     assert "x" in prove(norm.train()(x), parameters, frozenset).curved
+
+
+@pytest.mark.parametrize("directions", ["random", "filter", "balanced", "eigenvectors"])
+def test_landscapes_are_those_of_the_cpu(directions: Any) -> None:
+    """Normal entries are drawn on the CPU; eigenvectors are found to a thousandth."""
+    case = next(case for case in CASES if case.name == "mlp")
+    options = {"directions": directions, "points": 3, "span": 0.1, "accuracy": True}
+    here, there = (
+        sf.landscape(model, data, case.loss, **options)
+        for model, data in (
+            (case.model(torch.float64), case.data(torch.float64)),
+            (on_gpu(case, torch.float64), moved(case.data(torch.float64))),
+        )
+    )
+    close = 1e-3 if directions == "eigenvectors" else 1e-9
+    assert there.losses == pytest.approx(here.losses, rel=close)
+    assert there.accuracies == here.accuracies

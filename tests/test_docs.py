@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_every_measure_is_described() -> None:
     kinds = {kind for each in MEASURES.values() for kind in each.needs}
     assert "trace" in kinds
     assert all(f"`{kind}`" in text for kind in kinds), kinds
-    assert kinds - {"passes"} <= set(Kind.__args__)
+    assert kinds - {"passes"} <= set(get_args(Kind))
 
 
 def test_exit_codes_are_those_of_the_command() -> None:

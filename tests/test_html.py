@@ -290,20 +290,29 @@ def test_the_data_of_figures_are_json(page_file: Path) -> None:
     assert all(set(each) == {"traces", "layout", "csv", "name"} for each in figures)
 
 
-def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
-    @dataclass
-    class Standing:
-        loss: float = 0.123456789
-        accuracy: float = 0.75
-        gradient_norm: float = 1e-3
-        verdict: str = "Not at a minimum."
+def test_parts_are_taken_alone_and_in_lists(results: Results) -> None:
+    lines, monitor = results.parts["landscape"], results.parts["history"]
+    for parts, titles in (
+        ({"landscape": lines[0]}, [lines[0].title]),
+        ({"landscape": tuple(lines)}, [line.title for line in lines]),
+        ({"history": monitor}, ["Training"]),
+        ({"history": monitor.history}, ["Training"]),
+    ):
+        assert [section.title for section in sections.further(parts)] == titles
 
-    section = sections.summary(results.report.provenance, Standing(), ("a note",))
-    assert section.text == "Not at a minimum."
-    assert section.facts["loss at the model"] == "0.12346"
-    assert section.facts["accuracy"] == "75.00%"
+
+def test_the_summary_shows_where_the_model_stands(results: Results) -> None:
+    standing = sf.Standing(0.123456789, 0.01, 0.75, 1.4, gradient_norm=1e-3, decrease=0.1)
+    section = sections.summary(results.report.provenance, standing, ("a note",))
+    assert section.text.startswith("Not a minimum: a step downhill lowers the loss by 81 %")
+    assert section.facts["loss at the model"] == "0.1235 ± 0.01 for the population"
+    assert section.facts["accuracy on these data"] == "75.00%"
+    assert section.facts["loss of constant outputs"] == "1.4"
     assert section.facts["length of the gradient"] == "0.001"
     assert section.notes == ("a note",)
+    assert (
+        "accuracy on these data" not in sections.summary(results.report.provenance, None, ()).facts
+    )
 
 
 def test_measures_that_are_not_there_are_told(results: Results) -> None:
@@ -312,11 +321,7 @@ def test_measures_that_are_not_there_are_told(results: Results) -> None:
     rows = {row[0].text: row for row in table.rows}
     assert rows["bn_sharpness"][2].text == "does not apply"
     assert [cell.text for cell in rows["sam_sharpness"]][1:] == [
-        "–",
-        "not computed",
-        "",
-        "about 21",
-        "",
+        *("–", "not computed", "", "", "about 21", "")
     ]
 
 
@@ -381,7 +386,7 @@ def test_other_endings_are_refused(results: Results, tmp_path: Path) -> None:
     with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
         results.report.save(tmp_path / "run.txt")
     with pytest.raises(sf.InvalidValue, match=r"A page is saved as .html. Got 'x.json'"):
-        results.parts["comparison"].save(tmp_path / "x.json")
+        html.write(tmp_path / "x.json", "", [])
 
 
 def test_every_measure_is_explained_in_a_sentence() -> None:

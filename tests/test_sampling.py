@@ -22,8 +22,9 @@ def single_values(case: Any, name: str) -> Tensor:
     """The measure of every sample alone; if it is linear in the Hessian, their mean is it."""
     x, y = case.data()
     model = case.model()
+    options: Any = {"measures": [name], "standing": False}
     each = [
-        sf.measure(model, (x[k : k + 1], y[k : k + 1]), case.loss, measures=[name])[name].value
+        sf.measure(model, (x[k : k + 1], y[k : k + 1]), case.loss, **options)[name].value
         for k in range(len(x))
     ]
     return torch.tensor(each, dtype=torch.float64)
@@ -64,13 +65,13 @@ def pool(size: int = 4000) -> tuple[nn.Module, Tensor, Tensor]:
 def scores(names: list[str], n: int, draws: int, dependent: bool = False) -> dict[str, float]:
     """The root mean square of errors over standard errors, of samples from a large pool."""
     model, x, y = pool()
-    truth = sf.measure(model, (x, y), measures=names)
+    truth = sf.measure(model, (x, y), measures=names, standing=False)
     generator = torch.Generator().manual_seed(1)
     squares = dict.fromkeys(names, 0.0)
     for _ in range(draws):
         picked = torch.randint(len(x), (n // 4 if dependent else n,), generator=generator)
         picked = picked.repeat(4) if dependent else picked
-        found = sf.measure(model, (x[picked], y[picked]), measures=names)
+        found = sf.measure(model, (x[picked], y[picked]), measures=names, standing=False)
         for name in names:
             score = (found[name].value - truth[name].value) / found[name].sampling
             squares[name] += score**2 / draws

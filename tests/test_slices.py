@@ -20,6 +20,7 @@ from torch.func import functional_call
 from untouched import assert_untouched, dressed, fingerprint
 
 import saltflat as sf
+from saltflat.slices.twin import balanced_twin
 
 KINDS = ["random", "filter", "balanced", "eigenvectors"]
 
@@ -131,7 +132,7 @@ def test_eigenvectors_bend_the_loss_as_their_eigenvalues_say() -> None:
         expected = (full @ theta - y[:, 0]).square().mean() + slope @ d + bend
         assert found.losses[index] == pytest.approx(float(expected), rel=1e-3)
     assert found.eigenvalues == pytest.approx(values[[-1, -2]].tolist(), rel=1e-4)
-    assert found.gradient_norm == pytest.approx(float(slope.norm()), rel=1e-12)
+    assert found.standing.gradient_norm == pytest.approx(float(slope.norm()), rel=1e-12)
 
 
 def test_directions_of_ones_own() -> None:
@@ -191,6 +192,32 @@ def test_other_pictures_change(directions: str) -> None:
     assert float((after - before).abs().max()) > 1e-2
 
 
+def imbalance(model: nn.Module) -> Tensor:
+    """Of every hidden unit: the slope of Tr G + ‖θ‖² as what enters it grows and what leaves it
+    shrinks, from the Gauss–Newton matrix written out, relative to the largest part of the sum."""
+    (x, y), parameters = DATA, {n: p.detach() for n, p in model.named_parameters()}
+    rows = torch.func.jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
+    p = functional_call(model, parameters, (x,)).softmax(1)
+    bend = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    slopes = {
+        n: values**2 - torch.einsum("nkl,nk...,nl...->...", bend, rows[n], rows[n]) / len(y)
+        for n, values in parameters.items()
+    }
+    enters = [slopes["0.weight"].sum(1) + slopes["0.bias"], slopes["2.weight"].sum(1)]
+    leaves = [slopes["2.weight"].sum(0), slopes["4.weight"].sum(0)]
+    assert "2.bias" not in slopes
+    return (torch.cat(enters) - torch.cat(leaves)).abs() / max(map(torch.max, leaves))
+
+
+def test_the_twin_is_balanced() -> None:
+    model = network()
+    group = sf.symmetries(model, DATA[0])
+    twin, _ = balanced_twin(group, model, DATA, "cross_entropy", {})
+    assert float(imbalance(twin).max()) < 1e-6
+    assert float(imbalance(model).max()) > 1e-2
+    torch.testing.assert_close(twin(DATA[0]), model(DATA[0]), rtol=1e-10, atol=1e-12)
+
+
 def test_the_twin_is_told() -> None:
     found = sf.landscape(network(), DATA, directions="balanced", points=3)
     assert found.notes == ("balanced over 11 rescalings",)
@@ -226,7 +253,7 @@ def test_accuracy() -> None:
         right = functional_call(model, moved, (x,)).argmax(1) == y
         assert share == pytest.approx(float(right.double().mean()))
     assert len(set(found.accuracies)) > 1
-    assert found.center_accuracy == found.accuracy[2]
+    assert found.standing.accuracy == found.accuracy[2]
     with pytest.raises(sf.LossError, match=r"needs a cross-entropy.*Got mse"):
         sf.landscape(nn.Linear(3, 1), (x.float(), x[:, :1].float()), "mse", accuracy=True)
     with pytest.raises(sf.InvalidValue, match="no accuracies"):

@@ -184,6 +184,13 @@ def test_an_untrained_network_is_no_minimum_and_at_chance() -> None:
     assert not standing(diverged, (x, y)).minimum
 
 
+def test_one_class_leaves_nothing_to_chance() -> None:
+    x, _ = classes()
+    found = standing(network(), (x, torch.zeros(len(x), dtype=torch.int64)))
+    assert found.chance == 0
+    assert not found.above_chance
+
+
 def test_fitted_data_are_near_a_minimum_though_cross_entropy_has_none() -> None:
     x = torch.eye(6).double()
     model = nn.Linear(6, 6).double()
@@ -262,6 +269,21 @@ def test_it_is_cheap_and_leaves_the_model_alone() -> None:
     assert squared.standing.chance is squared.standing.sampling is None
 
 
+def test_it_can_be_left_out() -> None:
+    steps: list[str] = []
+    report = sf.measure(
+        CASE.model(),
+        CASE.data(),
+        measures=["rho"],
+        standing=False,
+        progress=lambda step, *_: steps.append(step),
+    )
+    assert report.standing is None
+    assert "standing" not in report.provenance.gradients
+    assert steps == ["curvature", "rho", "done"]
+    assert "minimum" not in str(report)
+
+
 def test_the_measured_parameters_alone() -> None:
     model, (x, y) = network(), classes()
     found = standing(model, (x, y), parameters=["2.bias"])
@@ -299,7 +321,7 @@ def test_a_standing_that_cannot_be_had_is_a_note(monkeypatch: pytest.MonkeyPatch
     def fail(*args: Any) -> None:
         raise RuntimeError("out of luck\nand more")
 
-    monkeypatch.setattr(sys.modules["saltflat.measure"], "standing", fail)
+    monkeypatch.setattr(sys.modules["saltflat.measure"], "standing_of", fail)
     report = sf.measure(CASE.model(), CASE.data(), measures=["hessian_trace"])
     assert report.standing is None
     assert "whether this is a minimum is not known: out of luck" in report.notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def test_a_class_in_place_of_an_optimizer() -> None:
     line = r"SAM\(torch.optim.AdamW\(model.parameters\(\), betas=\(0.9, 0.99\)\), adaptive=True\)"
     with pytest.raises(InvalidType, match=line):
         make(params, torch.optim.AdamW, betas=(0.9, 0.99), adaptive=True)
+
+
+def test_help_shows_the_arguments() -> None:
+    assert list(inspect.signature(sf.SAM).parameters)[:3] == ["base_optimizer", "rho", "adaptive"]
 
 
 def accelerated() -> tuple[nn.Module, Any, Any]:

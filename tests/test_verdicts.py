@@ -154,6 +154,7 @@ def test_a_rescaled_twin_is_the_same_function(three: sf.Comparison) -> None:
     assert (moved.word, moved.flatter) == ("flatter", "b")
     assert "a rescaling that keeps the function could reverse this" in moved.reason
     assert len(three.verdicts) == 2 * 3
+    assert three.standing["b"] is three["b"].standing
 
 
 def test_saved_comparisons_say_the_same(three: sf.Comparison, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
-from saltflat.report import STANDING, Comparison, Report, Standing, provenance, standing
+from saltflat.report import STANDING, Comparison, Report, Standing, provenance, standing_of
 from saltflat.risk import Batch, Output, Risk, Unpack
 from saltflat.symmetries import Group
 from saltflat.watch import kept
@@ -71,6 +71,7 @@ def measure(
     unpack: Unpack | None = None,
     output: Output | None = None,
     seed: int = 0,
+    standing: bool = True,
     progress: bool | Callback | None = None,
 ) -> Report:
     """Measure how flat a model's minimum is, by what one sweep gives or by what is named.
@@ -89,6 +90,8 @@ def measure(
         the data or the loss as a whole is an error all the same.
     estimator, tolerance : for what cannot be had exactly, as in `trace`.
     seed : of the searches and estimates.
+    standing : whether to find out the loss, the accuracy and whether this is a minimum at all
+        (`Report.standing`), for up to 2.3 gradients.
     progress : True, False, or a callable of (step, done, total). By default, what will take longer
         than ten seconds is announced on the error stream, and followed by a line that moves every
         second; SALTFLAT_PROGRESS=0 in the environment silences that.
@@ -116,7 +119,7 @@ def measure(
     risk.watched.on = True
     engine = Curvature(risk, curvature, estimator, settings, seed)
     with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        report = _measured(selection, engine, on_error)
+        report = _measured(selection, engine, on_error, standing)
     if measures is None:
         report = replace(report, left_out=left_out())
     for warning in engine.warnings:
@@ -124,15 +127,18 @@ def measure(
     return report
 
 
-def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError) -> Report:
+def _measured(
+    measures: Sequence[Measure], engine: Curvature, on_error: OnError, standing: bool
+) -> Report:
     """The measures one after the other, inside the session of the engine's risk."""
-    risk, work, count = engine.risk, engine.risk.work, len(measures) + 2
+    risk, work, count = engine.risk, engine.risk.work, len(measures) + 1 + standing
     seconds: dict[str, float] = {}
     spent: dict[str, float] = {}
     done: dict[str, Measurement] = {}
     skipped: dict[str, str] = {}
     work.at("curvature", 0, count)
-    engine.foresee = partial(announce, engine, measures, 1, beside=STANDING)
+    beside = STANDING if standing else 0.0
+    engine.foresee = partial(announce, engine, measures, 1, beside=beside)
     start = perf_counter()
     context, failure = prepared(engine, measures, on_error)
     seconds["curvature"], spent["curvature"] = perf_counter() - start, work.done
@@ -152,10 +158,12 @@ def _measured(measures: Sequence[Measure], engine: Curvature, on_error: OnError)
         raise Interrupted(_partial(measures, engine, done, skipped, seconds, spent)) from stop
     if failure is not None and not done:
         raise failure
-    work.at("standing", count - 1, count)
-    start, before = perf_counter(), work.done
-    stands, remarks = _standing(engine)
-    seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
+    stands, remarks = None, list[str]()
+    if standing:
+        work.at("standing", count - 1, count)
+        start, before = perf_counter(), work.done
+        stands, remarks = _standing(engine)
+        seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
     work.at("done", count, count)
     certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
@@ -167,7 +175,7 @@ def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
     """Where the model stands, and what is to be said of that, or why it is not known."""
     risk, budget = engine.risk, engine.settings.memory_budget
     try:
-        return standing(RiskSurface(risk, list(risk.parameters), memory_budget=budget))
+        return standing_of(RiskSurface(risk, list(risk.parameters), memory_budget=budget))
     except ChangedData:
         raise
     except (SaltflatError, RuntimeError) as reason:

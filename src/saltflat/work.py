@@ -154,7 +154,8 @@ class Line:
         rate = work.done / elapsed
         left = max(work.total - work.done, 0.0) / rate
         remaining = f", about {_spelled(left)} left" if work.total else ""
-        return f", {rate:.3g} samples/s{remaining}"
+        shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        return f", {shown} samples/s{remaining}"
 
     def _end(self) -> None:
         if self._column:

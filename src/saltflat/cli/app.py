@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from torch import nn
@@ -17,15 +16,19 @@ from saltflat.cli.data import BUILT_IN, described, load_data
 from saltflat.cli.options import (
     MEASURED,
     Checkpoint,
+    Directions,
     Html,
     Measures,
     Model,
     Request,
     Save,
+    Weights,
     measure_names,
     with_request,
+    written,
 )
 from saltflat.cli.running import EXIT_CODES, Code, Voice, keep, speaking
+from saltflat.demo import __main__ as demonstration
 from saltflat.errors import Interrupted, LoadError
 from saltflat.version import __version__
 
@@ -38,6 +41,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="JSON and nothing else on stdout.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Where errors come from.")]
@@ -57,17 +62,26 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="And leave.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and leave."),
     ] = False,
 ) -> None:
     """Options before the command."""
 
 
-@app.command(epilog=_example("demo"))
-def demo(traceback: Traceback = False) -> None:
-    """Run the main jobs on data that come with scikit-learn; some minutes."""
+@app.command(epilog=_example("demo", "demo --html first.html --all"))
+def demo(
+    html: Annotated[
+        Path, typer.Option(metavar="FILE", help="The page to write.", callback=written(".html"))
+    ] = Path("demo.html"),
+    everything: Annotated[
+        bool, typer.Option("--all", help="Networks on random labels, too: a minute more.")
+    ] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Run the main jobs on digits that come with scikit-learn; a minute or two."""
     with speaking(Voice(traceback=traceback)):
-        runpy.run_module("saltflat.demo", run_name="__main__")
+        demonstration.run(html, everything)
 
 
 @app.command(
@@ -95,15 +109,8 @@ def measure(
 
 
 def _measured(request: Request, model: nn.Module, data: Any, names: Any) -> sf.Report:
-    return sf.measure(
-        model,
-        data,
-        measures=names,
-        curvature=request.curvature.value,
-        tolerance=request.tolerance,
-        seed=request.seed,
-        **request.arguments(model),
-    )
+    options = {**request.search(), **request.arguments(model)}
+    return sf.measure(model, data, measures=names, **options)
 
 
 @app.command(
@@ -141,7 +148,9 @@ def compare(
     """Put several models side by side, and say if their numbers can be compared."""
     with speaking(request.voice, (save, html)):
         if all(name.endswith(".json") for name in models):
-            comparison = sf.Comparison({Path(name).stem: _saved(Path(name)) for name in models})
+            request.refuse("data", "loss", "samples", "output", "unpack", "dtype", "device")
+            named = _unique([(Path(name).stem, Path(name)) for name in models])
+            comparison = sf.Comparison({name: _saved(path) for name, path in named.items()})
         else:
             contenders = _contenders(models, checkpoint or [])
             comparison = _compared(request, contenders, measure_names(measures))
@@ -173,8 +182,14 @@ def _contenders(models: list[str], checkpoints: list[Path]) -> dict[str, tuple[s
         for text, path in zip(models, paths, strict=True):
             name, equals, rest = text.partition("=")
             pairs.append((name, (rest if equals else text, path)))
+    return _unique(pairs)
+
+
+def _unique(pairs: list[tuple[str, T]]) -> dict[str, T]:
+    """By name, if no two have the same."""
     if len(dict(pairs)) < len(pairs):
-        raise typer.BadParameter("Two models have the same name; write NAME=MODEL.")
+        names = ", ".join(name for name, _ in pairs)
+        raise typer.BadParameter(f"Names must differ, or write NAME=MODEL. Got {names}.")
     return dict(pairs)
 
 
@@ -211,21 +226,12 @@ def audit(
 ) -> None:
     """See which measures move under rescalings that keep the function (in float64)."""
     with speaking(request.voice, (save, html)):
+        request.refuse("dtype")
         names, data = measure_names(measures), request.load_data()
         loaded = request.load_model(model, checkpoint)
-        arguments = request.arguments(loaded)
-        del arguments["dtype"]
-        found = sf.audit(
-            loaded,
-            data,
-            measures=names,
-            elements=elements,
-            spread=spread,
-            curvature=request.curvature.value,
-            tolerance=request.tolerance,
-            seed=request.seed,
-            **arguments,
-        )
+        options = {**request.search(), **request.arguments(loaded)}
+        del options["dtype"]
+        found = sf.audit(loaded, data, measures=names, elements=elements, spread=spread, **options)
         request.voice.result(found)
         keep(request.voice, found, save, html)
         if not found.ok:
@@ -239,25 +245,64 @@ def audit(
 def balance(
     model: Model,
     checkpoint: Checkpoint = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the balanced weights to FILE.safetensors.")
-    ] = None,
+    save: Weights = None,
     *,
     request: Request,
 ) -> None:
     """Rescale the weights to the least trace of the Hessian, with the same function."""
     with speaking(request.voice):
-        if save is not None and save.suffix != ".safetensors":
-            raise typer.BadParameter("Weights are written as .safetensors.", param_hint="--save")
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
-        arguments = {**request.arguments(loaded), "tolerance": request.tolerance}
-        arguments |= {"seed": request.seed, "curvature": request.curvature.value}
-        result = balancing.balanced(loaded, data, arguments)
+        options = {**request.search(), **request.arguments(loaded)}
+        result = balancing.balanced(loaded, data, options)
         request.voice.result(result, result.content)
         if save is not None:
             result.save(save)
             request.voice.note(f"wrote {save}")
+
+
+@app.command(
+    epilog=_example(
+        "landscape net.py:make_model --data test.npz --save plane.json --plot plane.png"
+    )
+)
+@with_request
+def landscape(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    directions: Annotated[Directions, typer.Option(help="Of the line or plane.")] = (
+        Directions.filter
+    ),
+    dimensions: Annotated[int, typer.Option(help="A line or a plane.", min=1, max=2)] = 2,
+    points: Annotated[int, typer.Option(help="Along each direction.", min=2)] = 25,
+    span: Annotated[float | None, typer.Option(help="From -span to span.")] = None,
+    accuracy: Annotated[bool, typer.Option("--accuracy", help="That of the labels too.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png, .svg, .pdf.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="FILE.json, written after every point, and gone on with if it is there."),
+    ] = None,
+    html: Html = None,
+    *,
+    request: Request,
+) -> None:
+    """Compute the loss on a line or a plane through the model's parameters."""
+    with speaking(request.voice, (html,)):
+        request.refuse("curvature", "tolerance")
+        data, loaded = request.load_data(), request.load_model(model, checkpoint)
+        options = {"seed": request.seed, "path": save, **request.arguments(loaded)}
+        options |= {"dimensions": dimensions, "points": points, "span": span}
+        options |= {"directions": directions.value, "accuracy": accuracy}
+        try:
+            found = sf.landscape(loaded, data, **options)
+        except KeyboardInterrupt as stop:
+            if save is None or not save.exists():
+                raise
+            raise Interrupted(sf.Landscape.load(save)) from stop
+        request.voice.result(found)
+        keep(request.voice, found, html)
+        if plot is not None:
+            request.voice.note(f"wrote {found.plot(plot)}")
 
 
 @app.command(epilog=_example("bench net.py:make_model --data test.npz --samples 512"))
@@ -273,7 +318,8 @@ def bench(
     with speaking(request.voice):
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
-        result = speed.bench(loaded, data, request.arguments(loaded), repeats)
+        options = {**request.search(), **request.arguments(loaded)}
+        result = speed.bench(loaded, data, options, repeats)
         request.voice.result(result, result.content)
 
 

@@ -51,11 +51,12 @@ GRADIENT = "one gradient"
 def bench(model: nn.Module, data: Any, arguments: Mapping[str, Any], repeats: int) -> Timings:
     """Time one gradient and the main calls, on all the data; `arguments` as for `sf.trace`."""
     quiet = {**arguments, "progress": False}
+    plain = {name: value for name, value in quiet.items() if name != "tolerance"}
     calls: dict[str, Callable[[], Any]] = {
         GRADIENT: lambda: _gradient(model, data, arguments),
         "trace": lambda: sf.trace(model, data, **quiet),
         "diagonal": lambda: sf.diagonal(model, data, **quiet),
-        "largest eigenvalue": lambda: sf.max_eigenvalue(model, data, **quiet),
+        "largest eigenvalue": lambda: sf.max_eigenvalue(model, data, **plain),
         "measure": lambda: sf.measure(model, data, **quiet),
     }
     exact = bool(calls["trace"]().exact)  # the first call also warms up
@@ -70,8 +71,8 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _gradient(model: nn.Module, data: Any, arguments: Mapping[str, Any]) -> None:
-    options = {k: v for k, v in arguments.items() if k != "progress"}
-    risk = Risk(model, data, **options)
+    names = ("loss", "parameters", "dtype", "unpack", "output")
+    risk = Risk(model, data, **{name: arguments[name] for name in names})
     parameters = list(risk.parameters.values())
     with risk.session():
         for batch in risk.batches():

@@ -40,6 +40,7 @@ def load_model(text: str, *, seed: int = 0) -> nn.Module:
         model = _folder(Path(text))
     elif is_named(text):
         found = named(text)
+        torch.manual_seed(seed)  # whatever the import drew
         model = found if isinstance(found, nn.Module) else _made(text, found)
     else:
         raise LoadError(_unknown(text))

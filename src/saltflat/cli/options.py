@@ -48,6 +48,16 @@ class Chosen(StrEnum):
     all = "all"
 
 
+@final
+class Directions(StrEnum):
+    """Of `sf.landscape`, where the first is the default."""
+
+    filter = "filter"
+    random = "random"
+    balanced = "balanced"
+    eigenvectors = "eigenvectors"
+
+
 def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
@@ -86,8 +96,38 @@ _DATA = _option(
     panel=MEASURED,
     autocompletion=lambda incomplete: [n for n in BUILT_IN if n.startswith(incomplete)],
 )
-Save = Annotated[Path | None, _option("--save", help="Write the result to FILE.json.", panel=_OUT)]
-Html = Annotated[Path | None, _option("--html", help="Write a page FILE.html.", panel=_OUT)]
+
+
+def written(*suffixes: str) -> Callable[[Path | None], Path | None]:
+    """Checks a path that is written to in the end, before anything is computed."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and path.suffix not in suffixes:
+            raise typer.BadParameter(f"It must end in {' or '.join(suffixes)}. Got {path.name!r}.")
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise typer.BadParameter(f"{path} is a folder, or in one that is not there.")
+        return path
+
+    return check
+
+
+Save = Annotated[
+    Path | None,
+    _option("--save", help="Write the result to FILE.json.", panel=_OUT, callback=written(".json")),
+]
+Html = Annotated[
+    Path | None,
+    _option("--html", help="Write a page FILE.html.", panel=_OUT, callback=written(".html")),
+]
+Weights = Annotated[
+    Path | None,
+    _option(
+        "--save",
+        help="Write the weights to FILE.safetensors.",
+        panel=_OUT,
+        callback=written(".safetensors"),
+    ),
+]
 
 
 @final
@@ -166,6 +206,21 @@ class Request:
         if self.data is None:
             raise typer.BadParameter(f"It is needed: {DATA_FORMS}.", param_hint="--data")
         return load_data(self.data, self.samples)
+
+    def refuse(self, *names: str) -> None:
+        """Options that a command has no use for are not passed over in silence."""
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                hint = f"--{field.name}"
+                raise typer.BadParameter("This command has no use for it.", param_hint=hint)
+
+    def search(self) -> dict[str, Any]:
+        """Keywords of the functions that may have to estimate."""
+        return {
+            "curvature": self.curvature.value,
+            "tolerance": self.tolerance,
+            "seed": self.seed,
+        }
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Keywords of saltflat's functions."""

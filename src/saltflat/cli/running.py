@@ -8,16 +8,17 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TextIO, final
 
 import typer
 from rich.console import Console, RenderableType
 
 from saltflat.errors import Interrupted, LoadError, SaltflatError
+from saltflat.report import store
 
 
 @final
@@ -45,6 +46,7 @@ class Voice:
     json: bool = False
     quiet: bool = False
     traceback: bool = False
+    out: TextIO = field(default_factory=lambda: sys.stdout)
 
     def note(self, text: str) -> None:
         """Something to know that is no result."""
@@ -54,17 +56,20 @@ class Voice:
     def result(self, result: Any, content: Callable[[], Any] | None = None) -> None:
         """Print a result; `content` makes what stands for it in JSON, if it cannot be saved."""
         if self.json:
-            print(json.dumps(content() if content else saved(result), indent=1, allow_nan=False))
-        elif sys.stdout.isatty() and not isinstance(result, str):
+            self._json(store.plain(content()) if content else saved(result))
+        elif self.out.isatty() and not isinstance(result, str):
             Console(highlight=False).print(result)
         else:
-            print(result)
+            print(result, file=self.out)
+
+    def _json(self, content: Any) -> None:
+        print(json.dumps(content, indent=1, allow_nan=False), file=self.out)
 
     def failure(self, error: BaseException, words: str, code: Code) -> None:
         """Say what went wrong: in words, and to a program that reads JSON too."""
         if self.json:
             content = {"kind": type(error).__name__, "message": words, "exit": int(code)}
-            print(json.dumps({"saltflat": 1, "error": content}, indent=1))
+            self._json({"saltflat": 1, "error": content})
         if self.traceback:
             traceback.print_exception(error, file=sys.stderr)
         _tell(words)
@@ -84,9 +89,10 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
     """Ends the command with the exit code of what happens inside.
 
     After Ctrl-C, what was computed is printed and saved to the files in `save`, and says that it
-    is partial.
+    is partial. What the user's own code prints does not come between a program and its JSON.
     """
-    with warnings.catch_warnings():
+    aside = redirect_stdout(sys.stderr) if voice.json else nullcontext()
+    with warnings.catch_warnings(), aside:
         warnings.showwarning = lambda message, *_, **__: voice.note(str(message))
         try:
             yield

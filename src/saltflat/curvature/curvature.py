@@ -100,8 +100,8 @@ _OWN_GROUPS = 16
 _LARGE = 2**23
 _OWN_PROBES = 32
 
-# A gradient is timed on so many samples.
-_TIMED = 16
+# A gradient is timed on so many samples, and then on more.
+_TIMED, _MANY_TIMED = 16, 256
 
 # Directions to be sent backwards for every block that is then spared its products.
 _WORTH = 8
@@ -278,6 +278,9 @@ class Curvature:
         if gradients * samples * each > LONG:
             size = first.size if plan.coupled else _TIMED
             each = min(halving(lambda most: self._gradient(first, most), size) for _ in range(2))
+        if gradients * samples * each > LONG and first.size > size:
+            # Of a small model a few samples take as long as many.
+            each = min(each, halving(lambda most: self._gradient(first, most), _MANY_TIMED))
         self.risk.work.announce(gradients, samples, samples * each)
 
     def _gradient(self, first: Batch, most: int) -> float:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import saltflat as sf
-from saltflat.demo import accuracy, network, samples, sgd, train
+from saltflat.demo import accuracy, samples, sgd, train
 
 Result = TypeVar("Result")
 PROBES = 100
@@ -42,9 +43,9 @@ def _cells(exact: float, value: float, error: float) -> tuple[str, str, str]:
     return f"{exact:.6g}", f"{value:.4g} ± {error:.2g}", f"{off:+.1f} s.e."
 
 
-def run(console: Console) -> None:
+def run(console: Console, model: nn.Module) -> None:
+    """The network is trained first."""
     train_x, train_y, test_x, test_y = samples()
-    model = network([64, 64, 32, 10], seed=0)
     console.print(f"Training a ReLU network 64-64-32-10 on {len(train_x)} handwritten digits …")
     train(model, train_x, train_y, sgd(model), epochs=40)
     right = accuracy(model, test_x, test_y)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from typing import final
 
 import torch
@@ -70,15 +70,15 @@ def _minimum(slope: float, change: float, step: float) -> float:
 @torch.no_grad()
 def _relative(landscape: RiskSurface, gradient: dict[str, Tensor]) -> tuple[float, float]:
     """Turn a gradient into θ² ∘ ∇L. Returns Σ θ² (∇L)² and the largest |θ ∂L/∂θ|."""
-    parameters = landscape.parameters
-    slope, largest = _sizes(parameters, gradient, 0.0)
-    floor = 0.0
+    parameters, floor = landscape.parameters, 0.0
+    slope, largest = _sizes(parameters, gradient, floor)
     if slope == 0:
         entries = sum(p.numel() for p in parameters.values())
-        floor = float(total_norm([p.detach() for p in parameters.values()])) ** 2 / entries or 1.0
+        norm = float(total_norm([p.detach() for p in parameters.values()]))
+        floor = norm / sqrt(entries) or 1.0
         slope, largest = _sizes(parameters, gradient, floor)
     for name, p in parameters.items():
-        gradient[name] *= _squares(p, floor)
+        gradient[name] *= _scale(p, floor).square_()
     return slope, largest
 
 
@@ -87,14 +87,14 @@ def _sizes(
 ) -> tuple[float, float]:
     slope = largest = 0.0
     for name, p in parameters.items():
-        relative = gradient[name].double() * _squares(p, floor).sqrt()
-        slope += float(relative.square().sum())
+        relative = _scale(p, floor).mul_(gradient[name])
+        slope += float(torch.linalg.vector_norm(relative, dtype=torch.float64)) ** 2
         if relative.numel():
             largest = max(largest, float(torch.linalg.vector_norm(relative, torch.inf)))
     return slope, largest
 
 
-def _squares(p: Tensor, floor: float) -> Tensor:
-    """θ², with the floor in the place of zeros."""
-    squares = p.double().square()
-    return squares if floor == 0 else torch.where(squares > 0, squares, floor)
+def _scale(p: Tensor, floor: float) -> Tensor:
+    """A copy of |θ|, with the floor in the place of zeros."""
+    sizes = p.abs()
+    return sizes if floor == 0 else sizes.masked_fill_(sizes == 0, floor)

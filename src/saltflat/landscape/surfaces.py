@@ -14,7 +14,7 @@ from torch import Tensor
 from saltflat.curvature import Company, Curvature, Safe, Settings
 from saltflat.errors import DataError
 from saltflat.landscape.batchnorm import BatchStatistics, batch_mode
-from saltflat.losses import CrossEntropy, CustomLoss, JointLoss, Loss, divisor, scalar
+from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
@@ -140,17 +140,17 @@ class RiskSurface(Surface):
         # A gradient keeps about twice what a forward pass does.
         self.chunk = plan.chunk(curvature.settings.budget(risk.device), 8)
 
-    def accuracy(self, v: Vector | None = None) -> float:
-        """The share of labels that the largest output names at θ + v; a further forward pass."""
-        loss, hits, count = self.loss, 0, 0
-        assert isinstance(loss, CrossEntropy), "whoever asks has looked"
-        with self._at(v or {}), torch.no_grad():
-            for batch in self._chunks():
-                outputs, labels = loss.class_last(self._forward(batch), batch.targets)
-                labels = labels.argmax(-1) if labels.is_floating_point() else labels
-                counted = labels != loss.ignore_index
-                hits += int(((outputs.argmax(-1) == labels) & counted).sum())
-                count += int(counted.sum())
+    def accuracy(self, v: Vector | None = None) -> float | None:
+        """The share of positions whose largest output is at the target, at θ + v; None if targets
+        are no classes. A further forward pass."""
+        hits = count = 0
+        with self._at(v or {}):
+            for batch, outputs in self.answers():
+                loss = self.loss
+                right = loss.right(outputs, batch.targets) if isinstance(loss, Loss) else None
+                if right is None:
+                    return None
+                hits, count = hits + right[0], count + right[1]
         return hits / count
 
     def _evaluate(self, sums: Gradient | None) -> float:

@@ -4,7 +4,7 @@ from saltflat.report import html, store
 from saltflat.report.html import Cell, Figure, Section, Table
 from saltflat.report.provenance import Provenance, model_hash, provenance
 from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed
-from saltflat.report.standing import STANDING, Standing, standing
+from saltflat.report.standing import STANDING, Standing, standing_of
 from saltflat.report.verdict import Verdict
 from saltflat.report.words import invariance
 
@@ -27,6 +27,6 @@ __all__ = [
     "invariance",
     "model_hash",
     "provenance",
-    "standing",
+    "standing_of",
     "store",
 ]

@@ -183,41 +183,60 @@ class Report(Results[Measurement]):
         title = escape(f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}")
         if p.curvature == "ggn":
             title += "; of the Gauss–Newton matrix, not the Hessian"
-        table = framed(wide, title)
-        table.add_column("measure", no_wrap=True)
-        table.add_column("value", justify="right", no_wrap=True)
-        table.add_column("certainty", no_wrap=True)
-        sampled = any(m.sampling is not None for m in self.values())
-        if sampled:
-            table.add_column("sampling", justify="right", no_wrap=True)
-        if wide:
-            table.add_column("cost, gradients", justify="right")
-        table.add_column("invariant to")
-        if wide:
-            table.add_column("with")
-        for m in self.values():
-            cost = gradients(p.gradients.get(m.name))
-            cells = [m.name, f"{m.value:.6g}", m.certainty, *([m.sampled] if sampled else [])]
-            cells += [*([cost] if wide else []), invariance(m.invariant_to, short=not wide)]
-            table.add_row(*cells, *([escape(settings(m))] if wide else []))
-        if wide:
-            self._others(table, ["–", *([""] if sampled else [])])
+        table, sampled = framed(wide, title), any(m.sampled for m in self.values())
+        kept = {"sampling": sampled, "cost, gradients": wide, "with": wide}
+        columns = [column for column in _COLUMNS if kept.get(column, True)]
+        for column in columns:
+            right = column in ("value", "sampling", "cost, gradients")
+            wraps = column in ("invariant to", "with", "cost, gradients")
+            table.add_column(column, justify="right" if right else "left", no_wrap=not wraps)
+        rows = [self._row(m, wide) for m in self.values()]
+        for row in rows + self._others() if wide else rows:
+            table.add_row(*(row.get(column, "") for column in columns))
+        if wide and p.gradients:
+            table.add_section()
+            for row in self._shared():
+                table.add_row(*(row.get(column, "") for column in columns))
         table.caption = escape("\n".join(self._captions(wide, sampled))) or None
         return table
 
-    def _others(self, table: Table, dashes: list[str]) -> None:
-        """The rows of what was not measured, and of what all measures share."""
-        value, *more = dashes
-        for name, reason in self.skipped.items():
-            table.add_row(name, value, "[dim]does not apply[/]", *more, "", "", escape(reason))
-        for name, price in self.left_out.items():
-            table.add_row(name, value, "[dim]not computed[/]", *more, f"about {price:.0f}", "", ASK)
+    def _row(self, m: Measurement, wide: bool) -> dict[str, str]:
+        return {
+            "measure": escape(m.name),
+            "value": f"{m.value:.6g}",
+            "certainty": m.certainty,
+            "sampling": m.sampled,
+            "cost, gradients": gradients(self.provenance.gradients.get(m.name)),
+            "invariant to": invariance(m.invariant_to, short=not wide),
+            "with": escape(settings(m)),
+        }
+
+    def _others(self) -> list[dict[str, str]]:
+        """The rows of what was not measured."""
+        skipped = [
+            {"measure": name, "certainty": "[dim]does not apply[/]", "with": escape(reason)}
+            for name, reason in self.skipped.items()
+        ]
+        left_out = [
+            {
+                "measure": name,
+                "certainty": "[dim]not computed[/]",
+                "cost, gradients": f"about {price:.0f}",
+                "with": ASK,
+            }
+            for name, price in self.left_out.items()
+        ]
+        return [{**row, "value": "–"} for row in skipped + left_out]
+
+    def _shared(self) -> list[dict[str, str]]:
+        """The rows of what all measures share."""
+        steps = {"shared by all": "curvature", "is it a minimum?": "standing"}
         spent = self.provenance.gradients
-        if spent:
-            table.add_section()
-            for words, step in (("shared by all", "curvature"), ("is it a minimum?", "standing")):
-                if step in spent:
-                    table.add_row(words, "", "", *more, gradients(spent[step]), "", "")
+        return [
+            {"measure": words, "cost, gradients": gradients(spent[step])}
+            for words, step in steps.items()
+            if step in spent
+        ]
 
     def _captions(self, wide: bool, sampled: bool) -> list[str]:
         lines = [] if self.standing is None else [str(self.standing)]
@@ -235,6 +254,8 @@ class Report(Results[Measurement]):
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
         return [*lines, *self.notes, *notes]
 
+
+_COLUMNS = "measure", "value", "certainty", "sampling", "cost, gradients", "invariant to", "with"
 
 # What is to be written for a measure that was left out.
 ASK = 'measures="all"'
@@ -281,6 +302,11 @@ class Comparison(Results[Report]):
         return list(dict.fromkeys(name for report in self.values() for name in report))
 
     @property
+    def standing(self) -> dict[str, Standing | None]:
+        """Where every model stands."""
+        return {name: report.standing for name, report in self.items()}
+
+    @property
     def left_out(self) -> dict[str, float]:
         """The measures that no report has because nobody asked for them, and their prices."""
         known = self.measures
@@ -321,7 +347,9 @@ class Comparison(Results[Report]):
     def sections(self) -> list[html.Section]:
         """What a page shows of it."""
         values = {name: report.measurements for name, report in self.items()}
-        return [sections.comparison(values, self.measures, self.problems)]
+        stands = {name: report.standing for name, report in self.items()}
+        verdicts = {measure: self.flattest(measure) for measure in self.measures}
+        return [sections.comparison(values, verdicts, stands, self._captions(wide=False))]
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
@@ -368,7 +396,8 @@ class Comparison(Results[Report]):
             own = index >= before
             verdict = [escape(self.flattest(name)) if own else ""] if several else []
             invariant = [self._invariance(name) if own else ""] if wide else []
-            table.add_row(name, *cells, *verdict, *invariant, end_section=index == before - 1)
+            cells = [escape(name), *cells, *verdict, *invariant]
+            table.add_row(*cells, end_section=index == before - 1)
         for name, price in self.left_out.items() if wide else ():
             words = f"[dim]not computed, about {price:.0f} gradients: {ASK}[/]"
             table.add_row(name, *("–" for _ in self), *([""] * several), words)
@@ -383,7 +412,7 @@ class Comparison(Results[Report]):
         table.add_column("value", justify="right", no_wrap=True)
         for index, (name, cells) in enumerate(rows):
             for k, (model, cell) in enumerate(zip(self, cells, strict=True)):
-                table.add_row("" if k else name, escape(model), cell)
+                table.add_row("" if k else escape(name), escape(model), cell)
             if index >= before:
                 verdict = self.flattest(name) if len(self) > 1 else ""
                 table.add_row("", f"[dim]{escape(verdict)}[/]", "")
@@ -395,7 +424,7 @@ class Comparison(Results[Report]):
         return invariance(next(r[measure] for r in self.values() if measure in r).invariant_to)
 
     def _standings(self) -> Iterator[tuple[str, list[str]]]:
-        stands = [report.standing for report in self.values()]
+        stands = list(self.standing.values())
         if not any(stands):
             return
         yield "loss", ["–" if s is None else f"{s.loss:.4g}" for s in stands]
@@ -408,7 +437,7 @@ class Comparison(Results[Report]):
         lines = [f"  {problem}" for problem in self.problems]
         lines = ["Not comparable:", *lines] if lines else []
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
-        if away := [n for n, r in self.items() if r.standing and not r.standing.minimum]:
+        if away := [name for name, s in self.standing.items() if s and not s.minimum]:
             lines.append(f"not at a minimum, and so not comparable: {', '.join(away)}")
         reasons: dict[str, dict[str, None]] = {}
         for v in self.verdicts:

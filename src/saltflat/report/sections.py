@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from math import ceil, isfinite, log10, nan
+from math import ceil, log10, nan
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from saltflat.measurement import Measurement
 from saltflat.report.html import Cell, Figure, Section, Table, label, number, ticks
 from saltflat.report.provenance import Provenance
+from saltflat.report.standing import Standing
 from saltflat.report.words import explanation, gradients, invariance, settings
 from saltflat.result import Density, Diagonal
 
@@ -69,30 +69,35 @@ def further(parts: Mapping[str, Any]) -> list[Section]:
 # The model, the data and the measures.
 
 
-def summary(source: Provenance, standing: Any, notes: Sequence[str]) -> Section:
-    """What was measured on what; `standing` is a dataclass of where the model stands, or None."""
+def summary(source: Provenance, standing: Standing | None, notes: Sequence[str]) -> Section:
+    """What was measured on what, and whether that is a minimum."""
     facts = {
         "model": f"{source.model}, {source.parameters:,} parameters",
         "data": f"{source.samples:,} samples, batch size {source.batch_size:,}",
         "loss": source.loss,
         "curvature": _MATRICES[source.curvature],
+        **({} if standing is None else _stands(standing)),
         "computed in": f"{source.dtype} on {source.device}",
         "measured": source.created.replace("T", " ").removesuffix("+00:00") + " UTC",
     }
-    values = asdict(standing) if is_dataclass(standing) and not isinstance(standing, type) else {}
-    words = values.pop("verdict", "") or ""
-    for key, value in values.items():
-        if isinstance(value, float | int | str) and not isinstance(value, bool):
-            shown = f"{value:.2%}" if key == "accuracy" else value
-            shown = f"{shown:.5g}" if isinstance(shown, float) else str(shown)
-            facts[_STANDING.get(key, key.replace("_", " "))] = shown
     if source.frozen:
         facts["frozen, not measured"] = ", ".join(source.frozen)
-    return Section("Summary", words, facts, notes=notes)
+    text = "" if standing is None else f"{standing.verdict[0].upper()}{standing.verdict[1:]}."
+    return Section("Summary", text, facts, notes=notes)
 
 
 _MATRICES = {"hessian": "Hessian", "ggn": "Gauss–Newton matrix"}
-_STANDING = {"loss": "loss at the model", "gradient_norm": "length of the gradient"}
+
+
+def _stands(standing: Standing) -> dict[str, str]:
+    """Where a model stands, as facts."""
+    error = "" if standing.sampling is None else f" ± {standing.sampling:.2g} for the population"
+    facts = {"loss at the model": f"{standing.loss:.4g}{error}"}
+    if standing.accuracy is not None:
+        facts["accuracy on these data"] = f"{standing.accuracy:.2%}"
+    if standing.chance is not None:
+        facts["loss of constant outputs"] = f"{standing.chance:.4g}"
+    return facts | {"length of the gradient": f"{standing.gradient_norm:.3g}"}
 
 
 def measures(
@@ -106,7 +111,8 @@ def measures(
         [
             Cell(m.name, detail=explanation(m.name)),
             number(m.value),
-            Cell(m.certainty, m.stderr, detail=_sampling(m)),
+            Cell(m.certainty, m.stderr),
+            Cell(m.sampled, "" if m.sampling is None else m.sampling / (abs(m.value) or 1.0)),
             Cell(invariance(m.invariant_to)),
             Cell(gradients(spent.get(m.name)), spent.get(m.name, 0.0)),
             Cell(settings(m)),
@@ -114,28 +120,42 @@ def measures(
         for m in measurements.values()
     ]
     for name in skipped:
-        words = Cell("does not apply"), Cell(""), Cell(""), Cell("")
-        rows.append([Cell(name, detail=explanation(name)), number(None), *words])
+        rows.append(_without(name, "does not apply", Cell("")))
     for name, price in left_out.items():
-        cost = Cell(f"about {price:.0f}", price)
-        words = Cell("not computed"), Cell(""), cost, Cell("")
-        rows.append([Cell(name, detail=explanation(name)), number(None), *words])
-    shared = spent.get("curvature")
+        rows.append(_without(name, "not computed", Cell(f"about {price:.0f}", price)))
+    head = ["measure", "value", "certainty", "sampling", "invariant to", "cost, gradients", "with"]
     text = "Every value says how certain it is and which rescalings of the weights leave it alone."
-    if shared:
-        text += f" What the measures share took {gradients(shared)} gradients."
-    head = "measure", "value", "certainty", "invariant to", "cost, gradients", "with"
+    if any(m.sampling is not None for m in measurements.values()):
+        text += " Sampling is the standard error for the population that the samples come from."
+    else:
+        head.pop(_SAMPLING)
+        rows = [[*row[:_SAMPLING], *row[_SAMPLING + 1 :]] for row in rows]
+    if spent:
+        shared = gradients(spent["curvature"])
+        text += f" In all it took {sum(spent.values()):.0f} gradients"
+        text += f", {shared} of them for what the measures share." if shared else "."
     notes = [f"{m.name}: {note}" for m in measurements.values() for note in m.notes]
     notes += [f"{name} does not apply: {reason}" for name, reason in skipped.items()]
-    table = Table(head, rows, frozenset({1, 4}))
-    return Section("Measures", text, table=table, notes=notes)
+    numeric = frozenset(k for k, name in enumerate(head) if name in _NUMBERS)
+    return Section("Measures", text, table=Table(head, rows, numeric), notes=notes)
 
 
-def _sampling(m: Measurement) -> str:
-    """The error that comes from the samples at hand, where there is one."""
-    error = getattr(m, "sampling", None)
-    known = isinstance(error, float) and isfinite(error)
-    return f"± {error:.2g} for other samples of this size" if known else ""
+_SAMPLING = 3  # the column
+_NUMBERS = ("value", "sampling", "cost, gradients")
+
+
+def _without(name: str, words: str, cost: Cell) -> list[Cell]:
+    """The row of a measure that has no value."""
+    empty = Cell("")
+    return [
+        Cell(name, detail=explanation(name)),
+        number(None),
+        Cell(words),
+        empty,
+        empty,
+        cost,
+        empty,
+    ]
 
 
 def layers(measurements: Mapping[str, Measurement]) -> list[Section]:
@@ -420,25 +440,32 @@ def _course(name: str, records: Sequence[Moment], stepwise: bool) -> Figure:
 
 def comparison(
     reports: Mapping[str, Mapping[str, Measurement]],
-    names: Sequence[str],
-    problems: Sequence[str],
+    verdicts: Mapping[str, str],
+    standings: Mapping[str, Standing | None],
+    notes: Sequence[str],
 ) -> Section:
-    """The measures of several models side by side, and each relative to the first model's."""
+    """Several models side by side, and each relative to the first; `verdicts` by measure."""
     rows = []
-    for name in names:
+    for name, verdict in verdicts.items():
         found = [report.get(name) for report in reports.values()]
         one = next(m for m in found if m is not None)
         cells = [
             number(None) if m is None else Cell(f"{m.value:.5g}", m.value, detail=m.certainty)
             for m in found
         ]
-        kinds = Cell(invariance(one.invariant_to))
-        rows.append([Cell(name, detail=explanation(name)), *cells, kinds])
-    head = ["measure", *reports, "invariant to"]
+        words = Cell(verdict), Cell(invariance(one.invariant_to))
+        rows.append([Cell(name, detail=explanation(name)), *cells, *words])
+    head = ["measure", *reports, "verdict", "invariant to"]
     table = Table(head, rows, frozenset(range(1, len(reports) + 1)))
-    text = "The same measures of several models." if not problems else "Not comparable."
-    figures = [_relative(reports, names)] if len(reports) > 1 else []
-    return Section("Comparison", text, table=table, figures=figures, notes=problems)
+    facts = {
+        name: f"loss {s.loss:.4g}"
+        + ("" if s.accuracy is None else f", accuracy {100 * s.accuracy:.4g} %")
+        + f"; a minimum? {s.word}"
+        for name, s in standings.items()
+        if s is not None
+    }
+    figures = [_relative(reports, list(verdicts))] if len(reports) > 1 else []
+    return Section("Comparison", "", facts, table=table, figures=figures, notes=notes)
 
 
 def _relative(reports: Mapping[str, Mapping[str, Measurement]], names: Sequence[str]) -> Figure:

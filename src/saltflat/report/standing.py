@@ -98,8 +98,8 @@ class Standing(Told):
 
     @property
     def above_chance(self) -> bool:
-        """Whether the best constant outputs do as well, or better."""
-        return self.chance is not None and self.loss >= self.chance * (1 - 1e-6)
+        """Whether the best constant outputs do as well, or better; not where they do perfectly."""
+        return self.chance is not None and self.loss >= self.chance * (1 - 1e-6) > 0
 
     @property
     def word(self) -> Literal["yes", "nearly", "no"]:
@@ -133,15 +133,15 @@ class Standing(Told):
         return f"loss {self.loss:.4g}{error}{right}: {self.verdict}"
 
 
-def standing(landscape: RiskSurface) -> tuple[Standing, list[str]]:
+def standing_of(surface: RiskSurface) -> tuple[Standing, list[str]]:
     """Of the model as it is, in the session of its risk, and what is to be said of its outputs.
 
     Costs one gradient and up to four forward passes.
     """
-    descent, loss = descend(landscape), landscape.loss
+    descent, loss = descend(surface), surface.loss
     assert loss is not None, "it was looked at"
     seen = _Seen(loss)
-    for batch, outputs in landscape.answers():
+    for batch, outputs in surface.answers():
         seen.add(batch, outputs)
     found = Standing(
         descent.loss,
@@ -163,7 +163,7 @@ class _Seen:
     loss: Loss | JointLoss
     samples: int = 0
     normaliser: float = 0.0
-    probabilities: bool = True
+    probabilities: bool = field(init=False)
     moments: dict[str, Tensor] = field(default_factory=dict)  # sums of powers
     right: list[int] | None = field(default_factory=lambda: [0, 0])
     tally: Tensor | None = None
@@ -188,11 +188,10 @@ class _Seen:
         if each is not None:
             self._sum("losses", each)
         right = loss.right(outputs, targets)
-        self.right = (
-            None
-            if right is None or self.right is None
-            else [a + b for a, b in zip(self.right, right, strict=True)]
-        )
+        if right is None or self.right is None:
+            self.right = None
+        else:
+            self.right = [a + b for a, b in zip(self.right, right, strict=True)]
         self._count(loss.tally(outputs, targets))
         if self.probabilities and isinstance(loss, CrossEntropy):
             rows = outputs.detach().movedim(loss.dim(outputs, targets), -1)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import sqrt
 from pathlib import Path
 from typing import Any, final, get_args
 
@@ -18,8 +17,8 @@ from saltflat.checks import check_integer, check_number, check_seed
 from saltflat.curvature import Curvature, Layer, checked_settings, derivatives_explained
 from saltflat.errors import InvalidValue, LossError
 from saltflat.landscape import RiskSurface
-from saltflat.losses import CrossEntropy, LossLike, with_settings
-from saltflat.report import model_hash
+from saltflat.losses import LossLike, with_settings
+from saltflat.report import STANDING, model_hash, standing_of
 from saltflat.risk import Output, Risk, Unpack, unwrap
 from saltflat.slices.directions import (
     Directions,
@@ -86,7 +85,7 @@ def landscape(
     span : coordinates go from −span to span; a step of one goes as far as the weights that move are
         long. By default 1, and 0.1 along eigenvectors.
     points : along each direction; an odd number has the model itself among them.
-    accuracy : also the share of labels that are named right, for cross-entropy; a further forward
+    accuracy : also the share of classes that are named right, for cross-entropy; a further forward
         pass a point.
     path : a .json file that is written after every point, whole or not at all, which takes some
         milliseconds. One that is there from an earlier call with the same arguments is continued;
@@ -124,7 +123,7 @@ def landscape(
     with reporting(progress) as risk.work, risk.session(), derivatives_explained():
         plan = engine.look()
         surface = RiskSurface(risk, list(risk.parameters), memory_budget=memory_budget)
-        begun = replace(_begun(surface, grid, accuracy), model_hash=identity, notes=notes)
+        begun = replace(_begun(surface, grid, accuracy), model_hash=identity)
         if path is not None and os.path.exists(path):
             begun = Landscape.load(path).continued(begun, path)
         if begun.complete:
@@ -136,7 +135,7 @@ def landscape(
             cosine=chosen.cosine,
             eigenvalues=chosen.eigenvalues,
             moving=chosen.moving,
-            notes=tuple(dict.fromkeys((*begun.notes, *risk.notes))),
+            notes=tuple(dict.fromkeys((*notes, *begun.notes, *risk.notes))),
         )
         return _filled(begun, surface, chosen, path)
 
@@ -183,7 +182,7 @@ class _Grid:
         """In gradients: one pass for every point, and about ten products for an eigenvector."""
         passes = float(self.points**self.dimensions) * FORWARD * (2 if accuracy else 1)
         found = 10 * (1 + self.dimensions) * PRODUCT if self.kind == "eigenvectors" else 0.0
-        return 1 + passes + found
+        return STANDING + passes + found
 
     def directions(self, engine: Curvature, layers: Callable[[], list[Layer]]) -> Directions:
         parameters = engine.risk.parameters
@@ -199,12 +198,12 @@ class _Grid:
 def _begun(surface: RiskSurface, grid: _Grid, accuracy: bool) -> Landscape:
     """What is known before the first point: the model, the data, and the loss where it is."""
     risk = surface.risk
-    if accuracy and not isinstance(surface.loss, CrossEntropy):
+    stand, notes = standing_of(surface)
+    if accuracy and stand.accuracy is None:
         raise LossError(
-            "accuracy=True needs a cross-entropy, whose targets are labels. "
+            "accuracy=True needs a cross-entropy, whose targets are classes. "
             f"Got {with_settings(risk.loss)}."
         )
-    value, gradient = surface.gradient()
     seen = risk.watched.first
     assert seen is not None, "a gradient takes a whole pass"
     return Landscape(
@@ -212,9 +211,7 @@ def _begun(surface: RiskSurface, grid: _Grid, accuracy: bool) -> Landscape:
         axes=(grid.axis,) * grid.dimensions,
         losses=(None,) * grid.points**grid.dimensions,
         accuracies=(None,) * grid.points**grid.dimensions if accuracy else (),
-        center=value,
-        gradient_norm=sqrt(sum(float(g.square().sum()) for g in gradient.values())),
-        center_accuracy=surface.accuracy() if accuracy else None,
+        standing=stand,
         model=type(risk.model).__name__,
         parameters=sum(p.numel() for p in risk.parameters.values()),
         samples=seen.samples,
@@ -222,6 +219,7 @@ def _begun(surface: RiskSurface, grid: _Grid, accuracy: bool) -> Landscape:
         loss=with_settings(risk.loss),
         dtype=str(next(iter(risk.parameters.values())).dtype).removeprefix("torch."),
         seed=grid.seed,
+        notes=tuple(notes),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 import warnings
-from collections.abc import Callable, Container, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache
 from io import StringIO
@@ -13,8 +15,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.graph_module import _loader
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from saltflat.errors import ModelError
 
@@ -117,17 +121,40 @@ def record(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            # Before it gives up the exporter prints what it has got so far.
-            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                program = torch.export.export(answer, args, kwargs, strict=False)
-                tape = _known(program, answer, args, kwargs, known)
-                program = program if tape else program.run_decompositions()
+            with _swept_up():
+                # A context of its own, as the exporter leaves variables behind in the one it has.
+                return copy_context().run(_followed, answer, args, kwargs, known)
         except Exception:
             # Whatever the reason was: if the model runs at all, the recording follows it.
             tape = _recorded(answer, _Names(answer.model), args, kwargs)
             tape.recorded = True
             return tape
-        return tape or _exported(program, answer)
+
+
+def _followed(
+    answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], known: Container[Any]
+) -> Tape:
+    """The tape as the exporter has it."""
+    # Of a view the exporter would follow the base too, and never let go of it (torch 2.13).
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    # Before it gives up the exporter prints what it has got so far.
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        program = torch.export.export(answer, args, kwargs, strict=False)
+        tape = _known(program, answer, args, kwargs, known)
+        return tape or _exported(program.run_decompositions(), answer)
+
+
+@contextmanager
+def _swept_up() -> Iterator[None]:
+    """Forget the sources of the code that the exporter generates, which are kept for tracebacks."""
+    sources = _loader.eval_cache
+    before = set(sources)
+    try:
+        yield
+    finally:
+        for name in sources.keys() - before:
+            del sources[name]
+            linecache.cache.pop(name, None)
 
 
 def _known(
@@ -265,9 +292,14 @@ def _recorded(
     def run(state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         return torch.func.functional_call(module, state, args, kwargs)
 
-    # The writer sees what functionalisation makes of in-place operations.
-    with writer:
+    # The writer sees what functionalisation makes of in-place operations. Nothing goes backwards
+    # here, and what is saved for it would hold on to itself through the aliases (torch 2.13).
+    with saved_tensors_hooks(_nothing, _nothing), writer:
         results = torch.func.functionalize(run)(state, args, kwargs)
     answers = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
     tape.answers = [writer.ref(t) for t in answers]
     return tape
+
+
+def _nothing(_: Any) -> Any:
+    """What a recording saves for a backward pass."""

@@ -143,6 +143,20 @@ def drawn(path: Path, records: Sequence[Record], measures: Sequence[str]) -> Pat
     return path
 
 
+def appended(path: Path, record: Record) -> None:
+    """Add a line to the log, whole or not at all: after a full disk it is as it was."""
+    size = path.stat().st_size if path.exists() else None
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(record.to_json() + "\n")
+    except OSError:
+        if size is None:
+            path.unlink(missing_ok=True)
+        else:
+            os.truncate(path, size)
+        raise
+
+
 def continued(path: Path, measures: Collection[str]) -> list[Record]:
     """The records of a log that is to be continued; none if there is no such file.
 

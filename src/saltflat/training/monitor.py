@@ -25,7 +25,7 @@ from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.report import Report
 from saltflat.risk import Output, Risk, Unpack
-from saltflat.training.history import Record, continued, drawn, frame, saved
+from saltflat.training.history import Record, appended, continued, drawn, frame, saved
 
 if TYPE_CHECKING:
     import pandas
@@ -240,7 +240,7 @@ class Monitor:
 
     def _report(self, data: Any) -> Report:
         with _unheard():
-            return measure(self._model, data, **self._options)
+            return measure(self._model, data, standing=False, **self._options)
 
     def _due(self) -> Record:
         reason = self._forbidden()
@@ -304,10 +304,9 @@ class Monitor:
             failed=failed,
             skipped=skipped,
         )
-        self.history.append(record)
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(record.to_json() + "\n")  # one write: lines are whole or not there
+            appended(self.path, record)
+        self.history.append(record)
         if self._writer is not None:
             for name, value in record.values.items():
                 self._writer.add_scalar(f"saltflat/{name}", value, self._step or self._epoch)

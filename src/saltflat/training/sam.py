@@ -217,7 +217,7 @@ class SAM(PerturbedOptimizer):
 
 def _class_for_optimizer(base: type, options: Mapping[str, Any]) -> InvalidType:
     """The error for SAM(params, torch.optim.SGD, rho=…, lr=…), with the line to write."""
-    own = list(signature(SAM.__init__).parameters)[2:-1]
+    own = list(signature(SAM).parameters)[1:-1]
     inner = "".join(f", {k}={v!r}" for k, v in options.items() if k not in own and not _long(v))
     outer = "".join(f", {k}={v!r}" for k, v in options.items() if k in own and not _long(v))
     return InvalidType(
@@ -228,3 +228,8 @@ def _class_for_optimizer(base: type, options: Mapping[str, Any]) -> InvalidType:
 
 def _long(value: Any) -> bool:
     return not isinstance(value, bool | int | float | tuple)
+
+
+_INIT = signature(SAM.__init__)
+# Otherwise help() would show that of __new__.
+SAM.__signature__ = _INIT.replace(parameters=[*_INIT.parameters.values()][1:])  # type: ignore[attr-defined]

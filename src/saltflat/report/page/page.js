@@ -64,7 +64,7 @@
       }
       layout.dragmode = "orbit";
       layout.margin = { l: 0, r: 0, t: 0, b: 0 };
-      if (narrow && layout.scene.camera) layout.scene.camera.eye = { x: 2.3, y: 2.3, z: 1.5 };
+      if (narrow && layout.scene.camera) layout.scene.camera.eye = { x: 2, y: 2, z: 1.3 };
     }
     if (narrow && (layout.scene || (layout.yaxis && layout.yaxis.scaleanchor))) layout.height = 330;
     if (narrow && layout.annotations && layout.margin.r > 60) {
