@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
-from typing import get_args
 
 import pytest
 
