@@ -10,7 +10,7 @@ from pathlib import Path
 import saltflat
 
 sys.path.insert(0, str(Path(__file__).parent))  # for extension.py
-os.environ["COLUMNS"] = "112"  # how wide a table that is printed may be
+os.environ["COLUMNS"] = "90"  # how wide a table that is printed may be
 
 project = "saltflat"
 author = "the saltflat authors"
