@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -28,7 +29,6 @@ from saltflat.cli.options import (
     written,
 )
 from saltflat.cli.running import EXIT_CODES, Code, Voice, keep, speaking
-from saltflat.demo import __main__ as demonstration
 from saltflat.errors import Interrupted, LoadError
 from saltflat.version import __version__
 
@@ -81,7 +81,8 @@ def demo(
 ) -> None:
     """Run the main jobs on digits that come with scikit-learn; a minute or two."""
     with speaking(Voice(traceback=traceback)):
-        demonstration.run(html, everything)
+        # Not before: it brings SciPy, and --help should not wait for that.
+        import_module("saltflat.demo.__main__").run(html, everything)
 
 
 @app.command(

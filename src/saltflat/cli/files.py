@@ -210,18 +210,31 @@ def _check_archive(path: Path) -> None:
         )
     if "data.pkl" not in names:
         raise LoadError(f"{path} is an archive, but not one that torch.save wrote.")
-    total, size = sum(map(reader.get_record_size, names)), path.stat().st_size
+    sizes = _sizes(path)
+    if sorted(sizes) != sorted(names):
+        raise LoadError(f"{path} is damaged: two readers of archives find different files in it.")
+    total, size = sum(sizes.values()), path.stat().st_size
     if total > size:
         raise LoadError(
             f"{path} would unpack to {total} bytes from {size}. torch does not compress, so it did "
             "not write this. Refused."
         )
     for key, nbytes in _storages(reader.get_record("data.pkl")).items():
-        there = reader.get_record_size(f"data/{key}")
+        there = sizes.get(f"data/{key}", 0)
         if there < nbytes:
             raise LoadError(
                 f"{path} is damaged: storage {key!r} should have {nbytes} bytes and has {there}."
             )
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Of the files in an archive, without the folder that holds them all."""
+    with zipfile.ZipFile(path) as archive:
+        return {
+            info.filename.partition("/")[2]: info.file_size
+            for info in archive.infolist()
+            if not info.is_dir()
+        }
 
 
 def _check_legacy(path: Path) -> None:
