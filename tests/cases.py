@@ -332,7 +332,13 @@ GRAPHS = [
     Case("matmul", net.MatMul),
     Case("weight used functionally", net.Functional),
     Case("weight kept in a list", lambda: net.Functional(captured=True)),
-    Case("attention", net.Attention, normal(3, 4), curved=("attention.in_proj_*",)),
+    Case(
+        "attention",
+        net.Attention,
+        normal(3, 4),
+        curved=("attention.in_proj_*",),
+        rules={"attention.out_proj.*": "linear"},
+    ),
     Case(
         "transformer",
         net.Transformer,

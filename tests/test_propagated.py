@@ -462,3 +462,47 @@ class Pooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x).sum(1)
         return out
+
+
+class Attending(nn.Module):
+    """Torch's own attention: time first inside, and one call to a function mode."""
+
+    def __init__(self, batch_first: bool, weights: bool, crossed: bool) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(2, 1, batch_first=batch_first)
+        self.fc, self.batch_first, self.weights = nn.Linear(2, 3), batch_first, weights
+        if crossed:
+            self.other = nn.MultiheadAttention(2, 1, kdim=3, vdim=3, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        seen, _ = self.attend(x, x, x, need_weights=self.weights)
+        if hasattr(self, "other"):
+            wide = torch.cat([x, x[..., :1].exp()], -1)
+            seen, _ = self.other(seen, wide, wide, need_weights=self.weights)
+        return self.fc(seen.sum(1 if self.batch_first else 0))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("crossed", [True, False])
+def test_torchs_own_attention(batch_first: bool, weights: bool, crossed: bool) -> None:
+    """Its parts are seen, and the numbers are those of the dense matrix."""
+    torch.manual_seed(0)
+    model = Attending(batch_first, weights, crossed).double().eval()
+    x, y = torch.randn(5, 3, 2).double(), torch.arange(5) % 3
+    oracle = Dense(model, x, y)
+    ggn = sf.trace(model, (x, y), curvature="ggn")
+    cut = {"other.in_proj_bias"}  # in three, one for each of its calls
+    assert {ggn.details[name].rule for name in set(ggn) - cut} == {"linear"}
+    blocks = oracle.blocks(oracle.ggn)
+    largest = max(float(block.abs().max()) for block in blocks.values())
+    for name in ggn:
+        assert abs(ggn[name] - float(blocks[name].trace())) <= 1e-10 * largest, name
+    hessian = sf.trace(model, (x, y), estimator=sf.ActivationProbes(16))
+    truth = oracle.blocks(oracle.hessian)
+    for name in hessian:
+        detail = hessian.details[name]
+        assert detail.rule in ("activation probes", "linear") or name in cut
+        assert abs(detail.value - float(truth[name].trace())) <= 5 * float(detail.stderr) + 1e-9

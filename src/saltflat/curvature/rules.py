@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import FunctionType
 from typing import Any, ClassVar, final
 
 import torch
@@ -491,6 +492,9 @@ class Safe(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
         if func not in _ADJUSTED:
             return _REPLACED.get(func, func)(*args, **kwargs)
         bound = dict(zip(_OPERATIONS[func][0], args, strict=False)) | kwargs
@@ -564,6 +568,27 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch._C._nn.hardsigmoid: _hardsigmoid,
     torch._C._nn.hardsigmoid_: lambda input: _hardsigmoid(input, inplace=True),
 }
+
+
+def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`F.multi_head_attention_forward`, its calls seen one by one and not as one.
+
+    The rows of its last one are those of all samples for every place in turn: it gets them apart.
+    """
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if query.ndim != 3 or input.ndim != 2:
+            return F.linear(input, weight, bias)
+        return F.linear(input.unflatten(0, (-1, query.shape[1])), weight, bias).flatten(0, 1)
+
+    whole = F.multi_head_attention_forward
+    names = {**whole.__globals__, "has_torch_function": lambda _: False, "linear": linear}
+    opened = FunctionType(whole.__code__, names, whole.__name__, whole.__defaults__)
+    return opened(query, *args, **kwargs)
+
+
+# Functions whose own calls are to be seen.
+_OPENED: dict[Any, Callable[..., Any]] = {F.multi_head_attention_forward: _attention}
 
 # The same functions with other arguments.
 _ADJUSTED: dict[Any, Callable[[Arguments], Arguments]] = {
