@@ -151,6 +151,21 @@ def test_of_weights_that_are_zero(dtype: torch.dtype, share: float, above: bool)
         sf.trace(wrong, data(dtype))
 
 
+def test_gradients_that_are_not_numbers() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.zero = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.fc(x) + self.zero.square().sum().sqrt()
+            return result
+
+    with pytest.raises(sf.ModelError, match="gradient of the outputs in zero is NaN"):
+        sf.trace(Root(), data())
+    sf.trace(Root(), data(), parameters=["fc.weight"])
+
+
 def test_what_is_below_may_be_left_out() -> None:
     """The parameters above are differentiated rightly."""
     model = Between(WRONG["reversed"])

@@ -57,6 +57,12 @@ def check_derivative(
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
         return
+    if names := [name for name, g in gradients.items() if bool(g.isnan().any())]:
+        raise ModelError(
+            f"The gradient of the outputs in {listed(names)} is NaN, though the outputs are "
+            "finite: a root or a norm of 0, say, has no derivative. Keep it away from 0 (add a "
+            "small number under the root), or leave these parameters out with parameters=[…]."
+        )
     single = next(iter(gradients.values())).dtype != torch.float64
     question = _Question(risk, batch, cotangent, _QUICK if single else _FINE)
     if question.agrees_here(gradients):
