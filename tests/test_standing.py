@@ -124,6 +124,13 @@ def test_samples_that_count_unlike_have_no_sampling_error() -> None:
     assert standing(model, both[:1]).sampling is not None
 
 
+def test_samples_that_depend_on_one_another_have_no_sampling_error() -> None:
+    layers = network()
+    layers.insert(1, nn.BatchNorm1d(6, track_running_stats=False).double())
+    assert standing(layers, classes()).sampling is None
+    assert standing(network(), classes()).sampling is not None
+
+
 def test_accuracy() -> None:
     x, y = classes()
     model = network()

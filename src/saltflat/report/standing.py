@@ -58,7 +58,7 @@ class Standing(Told):
     ----------
     loss : the risk, over all samples.
     sampling : its standard error as an estimate of the population's; None where samples do not
-        count alike, or for a loss of the user's own.
+        count alike or depend on one another, or for a loss of the user's own.
     accuracy : the share of positions whose largest output is at the target; None if targets are no
         classes.
     chance : the loss of the best outputs that are the same for all samples (the logarithms of the
@@ -156,7 +156,7 @@ def standing_of(surface: RiskSurface) -> tuple[Standing, list[str]]:
             seen.project(outputs)
     found = Standing(
         descent.loss,
-        seen.sampling(),
+        None if surface.coupled else seen.sampling(),
         seen.accuracy(),
         seen.chance(),
         descent.gradient_norm,
