@@ -123,6 +123,49 @@ def test_where_most_parameters_have_no_gradient(dtype: torch.dtype) -> None:
     assert sf.trace(Asleep(lambda h: 3 * h).to(dtype), data(dtype)).exact
 
 
+class ZeroHead(nn.Module):
+    """A layer that starts with zeros, its weight changed on the way of its gradient alone."""
+
+    def __init__(self, wrong: Callable[[Tensor], Tensor], above: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc = nn.Linear(4, 10), nn.Linear(10, 10 if above else 3)
+        self.above = nn.Linear(10, 3) if above else nn.Identity()
+        nn.init.zeros_(self.fc.weight)
+        self.wrong = wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.wrong(self.fc.weight)
+        result: Tensor = self.above(F.linear(self.body(x).relu(), weight, self.fc.bias))
+        return result
+
+
+@pytest.mark.parametrize("above", [False, True])
+@pytest.mark.parametrize("share", [0.05, 0.5, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_of_weights_that_are_zero(dtype: torch.dtype, share: float, above: bool) -> None:
+    """Their slopes are small, and no less wrong."""
+    sf.trace(ZeroHead(lambda w: w, above).to(dtype), data(dtype))  # nothing is wrong
+    wrong = ZeroHead(lambda w: (1 - share) * w + share * w.detach(), above).to(dtype)
+    with pytest.raises(sf.ModelError, match=r"not the derivative.*fc\.weight"):
+        sf.trace(wrong, data(dtype))
+
+
+def test_gradients_that_are_not_numbers() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.zero = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.fc(x) + self.zero.square().sum().sqrt()
+            return result
+
+    with pytest.raises(sf.ModelError, match="gradient of the outputs in zero is NaN"):
+        sf.trace(Root(), data())
+    sf.trace(Root(), data(), parameters=["fc.weight"])
+
+
 def test_what_is_below_may_be_left_out() -> None:
     """The parameters above are differentiated rightly."""
     model = Between(WRONG["reversed"])

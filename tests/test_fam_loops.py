@@ -142,6 +142,20 @@ def test_a_penalty_that_is_zero_has_no_share() -> None:
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_data_that_are_fit_to_the_last_digit() -> None:
+    """Loss and penalty are 0, and so is what is added: not 0/0, which would end the training."""
+    model, x = make("relu")
+    with torch.no_grad():
+        model[2].weight *= 1e8
+    labels = model(x).argmax(1)
+    with FAM(model, "2", share=0.05) as fam:
+        loss = F.cross_entropy(model(x), labels)
+        penalty = fam(labels)
+        (loss + penalty).backward()
+        assert loss.item() == penalty.item() == fam.current_share == 0.0
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["compile first", "FAM first"])
 def test_compiled(order: str) -> None:

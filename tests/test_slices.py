@@ -341,6 +341,8 @@ def test_a_killed_process_loses_one_point(tmp_path: Path) -> None:
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "the loss differ"),
         ({"data": (DATA[0] + 1, DATA[1])}, "the data differ"),
         ({"model": network(seed=1)}, "the model differ"),
+        ({"parameters": [next(n for n, _ in network().named_parameters())]}, "the parameters"),
+        ({"output": torch.Tensor.neg}, "the loss at the model differ"),
     ],
     ids=str,
 )

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from untouched import assert_untouched, dressed, fingerprint
 
 import saltflat as sf
+from saltflat.landscape import RiskSurface, descend
 from saltflat.losses import resolve
+from saltflat.risk import Risk
 
 CASE = BY_NAME["mlp"]
 
@@ -120,6 +122,13 @@ def test_samples_that_count_unlike_have_no_sampling_error() -> None:
     both = [(SEQUENCES, LABELS), (SEQUENCES[:, :4], LABELS[:, :4])]
     assert standing(model, both).sampling is None
     assert standing(model, both[:1]).sampling is not None
+
+
+def test_samples_that_depend_on_one_another_have_no_sampling_error() -> None:
+    layers = network()
+    layers.insert(1, nn.BatchNorm1d(6, track_running_stats=False).double())
+    assert standing(layers, classes()).sampling is None
+    assert standing(network(), classes()).sampling is not None
 
 
 def test_accuracy() -> None:
@@ -233,6 +242,42 @@ def test_parameters_that_are_zero_do_not_hide_a_slope() -> None:
 
     x, _ = classes()
     assert standing(Adapter(), (x, x[:, :3].argmax(1))).decrease > 0.01
+
+
+def test_weights_that_are_all_zero_do_not_hide_a_slope() -> None:
+    """Only the bias, which is nearly where it should be, was followed."""
+    x, _ = classes()
+    y = x.sum(1).gt(0).long()
+    model = network(count=2)
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.copy_(torch.bincount(y).double().log() + 1e-3)
+    found = standing(model, (x, y))
+    assert found.word == "no"
+    assert found.decrease > 0.1 * found.loss
+
+
+def test_logits_whose_squares_overflow_are_followed() -> None:
+    x, y = classes()
+    model = nn.Linear(5, 3)
+    with torch.no_grad():
+        model.weight *= 1e25
+    assert standing(model, (x.float(), y)).word == "no"
+
+
+def test_without_a_number_it_is_not_called_a_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is NaN, and losses that overflow wherever one goes."""
+    risk = Risk(network(), classes(), "cross_entropy")
+    with risk.session():
+        surface = RiskSurface(risk, list(risk.parameters))
+        loss, gradient = surface.gradient(dtype=None)
+        monkeypatch.setattr(surface, "value", lambda v, overflow: float("nan"))
+        with pytest.raises(sf.DataError, match="overflows at every place"):
+            descend(surface)
+        gradient["0.bias"][0] = float("nan")
+        monkeypatch.setattr(surface, "gradient", lambda dtype: (loss, gradient))
+        with pytest.raises(sf.DataError, match="gradient's norm is nan"):
+            descend(surface)
 
 
 def test_probabilities_are_noticed() -> None:

@@ -157,6 +157,29 @@ def test_a_rescaled_twin_is_the_same_function(three: sf.Comparison) -> None:
     assert three.standing["b"] is three["b"].standing
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_models_that_fit_their_data_are_not_one_function(dtype: torch.dtype) -> None:
+    """Their outputs are the targets, all of them; elsewhere they differ, and so do their values."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(10, 5, generator=g).double(), torch.randn(10, 1, generator=g).double()
+
+    def fit(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 1, bias=False)
+        model = nn.Sequential(*layers).double()
+        with torch.no_grad():
+            model[2].weight.copy_(torch.linalg.lstsq(model[:2](x), y, driver="gelsd").solution.T)
+        return model
+
+    one, two = fit(0), fit(1)
+    twin = sf.symmetries(one, x).random(seed=0)(one)
+    assert torch.allclose(one(x), two(x), rtol=1e-12, atol=1e-12)
+    models = {name: m.to(dtype) for name, m in {"one": one, "two": two, "twin": twin}.items()}
+    found = sf.compare(models, (x.to(dtype), y.to(dtype)), "mse", measures=["rho"])
+    assert found.verdict("rho", "one", "two").word in ("flatter", "not distinguishable")
+    assert found.verdict("rho", "one", "twin").word == "same function"
+
+
 def test_saved_comparisons_say_the_same(three: sf.Comparison, tmp_path: Path) -> None:
     path = three.save(tmp_path / "both.json")
     again = sf.Comparison.load(path)

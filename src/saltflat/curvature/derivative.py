@@ -57,6 +57,12 @@ def check_derivative(
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
         return
+    if names := [name for name, g in gradients.items() if bool(g.isnan().any())]:
+        raise ModelError(
+            f"The gradient of the outputs in {listed(names)} is NaN, though the outputs are "
+            "finite: a root or a norm of 0, say, has no derivative. Keep it away from 0 (add a "
+            "small number under the root), or leave these parameters out with parameters=[…]."
+        )
     single = next(iter(gradients.values())).dtype != torch.float64
     question = _Question(risk, batch, cotangent, _QUICK if single else _FINE)
     if question.agrees_here(gradients):
@@ -270,9 +276,10 @@ def _typical(parameter: Tensor) -> Tensor:
     """The size of entries like these, by row and column: of a unit that was scaled down, small."""
     p = parameter.detach()
     size: Tensor = torch.linalg.vector_norm(p) / max(1, p.numel()) ** 0.5
-    size = torch.where(size > 0, size, 1e-2)
-    if p.ndim < 2 or not p.numel():
-        return size if p.ndim < 2 and not bool(p.any()) else 1e-3 * size
+    if not bool(p.any()):
+        return torch.full_like(size, 1e-2)
+    if p.ndim < 2:
+        return 1e-3 * size
     others = [[d for d in range(p.ndim) if d != kept] for kept in (0, 1)]
     row, column = (p.square().mean(dims, keepdim=True).sqrt() for dims in others)
     sizes = row * column / size
@@ -392,9 +399,12 @@ class _Question:
         """For some parameters together, at one of the steps."""
         direction = _along(self.risk.parameters, gradients)
         said = _dot(gradients, direction)
+        # Of a step so small that rounding is all there is, what is left says nothing.
         return any(
             self.how.same(
-                said, self.slope(self.risk.parameters, direction, step), noise + rounding / step
+                said,
+                self.slope(self.risk.parameters, direction, step),
+                noise + rounding / max(step, self.how.steps[0]),
             )
             for step in self.how.steps
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import final
 
 import torch
 from torch import Tensor
 
+from saltflat.errors import DataError
 from saltflat.landscape.surfaces import RiskSurface
 from saltflat.vectors import total_norm
 
@@ -37,17 +38,19 @@ def descend(landscape: RiskSurface) -> Descent:
     To first order a step t lowers the loss by t Σ θ_i² (∂L/∂θ_i)²; the next place is where a
     parabola through what was seen has its minimum. Rescalings that keep the function, by which
     θ_i → s_i θ_i and ∂_i L → ∂_i L / s_i, carry this line over into itself, so that they leave what
-    is found as it is; that of −∇L they would not. Entries that are 0 stay; only if that leaves
-    nothing to follow are they given the mean square of all parameters instead. Costs one gradient,
-    and a forward pass for each place.
+    is found as it is; that of −∇L they would not. Entries that are 0 stay; but in weights that are
+    all 0, and everywhere if that leaves nothing to follow, they are given the mean square of all
+    parameters instead. Costs one gradient, and a forward pass for each place.
     """
     loss, line = landscape.gradient(dtype=None)
     norm = float(total_norm(list(line.values())))
-    slope, largest = _relative(landscape, line)
-    step, decrease = 0.0, 0.0
-    following = _FIRST / largest if largest > 0 else 0.0
+    if not isfinite(norm):
+        raise DataError(f"The gradient's norm is {norm}, though the loss is {loss:.4g}.")
+    slope = _relative(landscape.parameters, line)
+    step, decrease = 0.0, -inf
+    following = _FIRST if slope > 0 else 0.0
     for _ in range(_STEPS):
-        if not 0 < following < float("inf") or abs(following - step) <= _SETTLED * step:
+        if following == 0 or abs(following - step) <= _SETTLED * step:
             break
         for entry in line.values():
             entry *= following / step if step else -following
@@ -55,7 +58,9 @@ def descend(landscape: RiskSurface) -> Descent:
         change = landscape.value(line, overflow=True) - loss
         decrease = max(decrease, -change) if isfinite(change) else decrease
         following = _minimum(slope, change, step)
-    return Descent(loss, norm, decrease)
+    if step > 0 and decrease == -inf:
+        raise DataError("The loss overflows at every place downhill that was tried.")
+    return Descent(loss, norm, max(decrease, 0.0))
 
 
 def _minimum(slope: float, change: float, step: float) -> float:
@@ -68,26 +73,31 @@ def _minimum(slope: float, change: float, step: float) -> float:
 
 
 @torch.no_grad()
-def _relative(landscape: RiskSurface, gradient: dict[str, Tensor]) -> tuple[float, float]:
-    """Turn a gradient into θ² ∘ ∇L. Returns Σ θ² (∇L)² and the largest |θ ∂L/∂θ|."""
-    parameters, floor = landscape.parameters, 0.0
-    slope, largest = _sizes(parameters, gradient, floor)
+def _relative(parameters: Mapping[str, Tensor], gradient: dict[str, Tensor]) -> float:
+    """Turn a gradient into θ² ∘ ∇L / M, M the largest |θ ∂L/∂θ|. Returns Σ θ² (∇L)² / M."""
+    entries = sum(p.numel() for p in parameters.values())
+    norm = float(total_norm([p.detach() for p in parameters.values()]))
+    typical = norm / sqrt(entries) or 1.0
+    floors = {n: 0.0 if p.ndim < 2 or bool(p.any()) else typical for n, p in parameters.items()}
+    slope, largest = _sizes(parameters, gradient, floors)
     if slope == 0:
-        entries = sum(p.numel() for p in parameters.values())
-        norm = float(total_norm([p.detach() for p in parameters.values()]))
-        floor = norm / sqrt(entries) or 1.0
-        slope, largest = _sizes(parameters, gradient, floor)
+        floors = dict.fromkeys(parameters, typical)
+        slope, largest = _sizes(parameters, gradient, floors)
+    if slope == 0:
+        return 0.0
     for name, p in parameters.items():
-        gradient[name] *= _scale(p, floor).square_()
-    return slope, largest
+        scale = _scale(p, floors[name])
+        gradient[name].mul_(scale).div_(largest).mul_(scale)  # squares of large entries overflow
+    return slope / largest
 
 
 def _sizes(
-    parameters: Mapping[str, Tensor], gradient: Mapping[str, Tensor], floor: float
+    parameters: Mapping[str, Tensor], gradient: Mapping[str, Tensor], floors: Mapping[str, float]
 ) -> tuple[float, float]:
+    """Σ θ² (∇L)² and the largest |θ ∂L/∂θ|."""
     slope = largest = 0.0
     for name, p in parameters.items():
-        relative = _scale(p, floor).mul_(gradient[name])
+        relative = _scale(p, floors[name]).mul_(gradient[name])
         slope += float(torch.linalg.vector_norm(relative, dtype=torch.float64)) ** 2
         if relative.numel():
             largest = max(largest, float(torch.linalg.vector_norm(relative, torch.inf)))

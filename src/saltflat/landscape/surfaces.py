@@ -52,7 +52,7 @@ class Surface(ABC):
 
     def value(self, v: Vector | None = None, *, overflow: bool = False) -> float:
         """L(θ + v), which may be infinite or NaN where it may `overflow`, and is an error else."""
-        with self._at(v or {}), torch.no_grad():
+        with self.at(v or {}), torch.no_grad():
             value = self._evaluate(None)
             return value if overflow else self._finite(value)
 
@@ -60,7 +60,7 @@ class Surface(ABC):
         self, v: Vector | None = None, dtype: torch.dtype | None = torch.float64
     ) -> tuple[float, Gradient]:
         """L(θ + v) and its gradient in the parameters, in `dtype`, or in their own for None."""
-        with self._at(v or {}):
+        with self.at(v or {}):
             sums = {n: torch.zeros_like(p, dtype=dtype) for n, p in self.parameters.items()}
             value = self._finite(self._evaluate(sums))
         return value, {name: total.detach() for name, total in sums.items()}
@@ -83,7 +83,8 @@ class Surface(ABC):
         return loss, float(values.mean()), float(values.std() / draws**0.5)
 
     @contextmanager
-    def _at(self, v: Vector) -> Iterator[None]:
+    def at(self, v: Vector) -> Iterator[None]:
+        """The model is at θ + v, and computes with all the digits that it has."""
         self.evaluations += 1
         with shifted(self.parameters, v), full_precision(self.risk.device):
             yield
@@ -144,7 +145,7 @@ class RiskSurface(Surface):
         """The share of positions whose largest output is at the target, at θ + v; None if targets
         are no classes. A further forward pass."""
         hits = count = 0
-        with self._at(v or {}):
+        with self.at(v or {}):
             for batch, outputs in self.answers():
                 loss = self.loss
                 right = loss.right(outputs, batch.targets) if isinstance(loss, Loss) else None
@@ -218,7 +219,7 @@ class RiskSurface(Surface):
         return self.risk.chunks(None if self.coupled else self.chunk)
 
     def answers(self) -> Iterator[tuple[Batch, Tensor]]:
-        """The samples, some at a time, with the outputs of the model as it is."""
+        """The samples, some at a time, with the outputs where the model is (`at`)."""
         for batch in self._chunks():
             with torch.no_grad():
                 yield batch, self._forward(batch)

@@ -16,7 +16,7 @@ from saltflat.risk import Batch
 from saltflat.work import FORWARD
 
 # What it costs at most, in gradients.
-STANDING = 1 + 4 * FORWARD
+STANDING = 1 + 5 * FORWARD
 
 # The share of the loss by which a step downhill may lower it at a minimum, and near one …
 _AT, _NEAR = 0.01, 0.1
@@ -27,6 +27,8 @@ _MOST, _LEAST = 0.01, 0.001
 _ONE = 1e-4
 # Frequencies of the cosines that outputs are projected on; nothing depends on what they are.
 _FREQUENCIES = (0.7, 1.9, 2.6)
+# By how much of itself an entry is changed at most before they are.
+_CHANGED = 0.1
 
 PROBABILITIES = (
     "the outputs are probabilities already, on all samples, and the cross-entropy takes the "
@@ -56,14 +58,15 @@ class Standing(Told):
     ----------
     loss : the risk, over all samples.
     sampling : its standard error as an estimate of the population's; None where samples do not
-        count alike, or for a loss of the user's own.
+        count alike or depend on one another, or for a loss of the user's own.
     accuracy : the share of positions whose largest output is at the target; None if targets are no
         classes.
     chance : the loss of the best outputs that are the same for all samples (the logarithms of the
         classes' shares, the mean of the targets); None if it is not known.
     gradient_norm : Euclidean, over the measured parameters.
     decrease : how much lower the loss was seen downhill.
-    outputs : projections of the outputs, by which two models are known to be the same function.
+    outputs : projections of the outputs after a change of all parameters, by which two models are
+        known to be rescalings of one another.
 
     Examples
     --------
@@ -120,7 +123,11 @@ class Standing(Told):
         return text
 
     def same_function(self, other: Standing, digits: float) -> bool:
-        """Whether the outputs are the same but for rounding, relative errors of `digits`."""
+        """Whether the outputs are the same but for rounding, relative errors of `digits`.
+
+        Those of the models as they are would not tell: all that fit their data have the same. So
+        every entry was changed by a share of itself, which rescalings of it carry along.
+        """
         if not self.outputs or len(self.outputs) != len(other.outputs):
             return False
         size = max(map(abs, self.outputs))
@@ -136,16 +143,20 @@ class Standing(Told):
 def standing_of(surface: RiskSurface) -> tuple[Standing, list[str]]:
     """Of the model as it is, in the session of its risk, and what is to be said of its outputs.
 
-    Costs one gradient and up to four forward passes.
+    Costs one gradient and up to five forward passes.
     """
     descent, loss = descend(surface), surface.loss
     assert loss is not None, "it was looked at"
     seen = _Seen(loss)
-    for batch, outputs in surface.answers():
-        seen.add(batch, outputs)
+    with surface.at({}):
+        for batch, outputs in surface.answers():
+            seen.add(batch, outputs)
+    with surface.at({name: _changed(p) for name, p in surface.parameters.items()}):
+        for _, outputs in surface.answers():
+            seen.project(outputs)
     found = Standing(
         descent.loss,
-        seen.sampling(),
+        None if surface.coupled else seen.sampling(),
         seen.accuracy(),
         seen.chance(),
         descent.gradient_norm,
@@ -153,6 +164,13 @@ def standing_of(surface: RiskSurface) -> tuple[Standing, list[str]]:
         seen.projections(),
     )
     return found, [PROBABILITIES] if seen.probabilities else []
+
+
+@torch.no_grad()
+def _changed(p: Tensor) -> Tensor:
+    """A share of every entry, in a pattern of no meaning."""
+    places = torch.arange(p.numel(), dtype=torch.float32, device=p.device).reshape(p.shape)
+    return p * (_CHANGED * torch.cos(_FREQUENCIES[0] * places)).to(p.dtype)
 
 
 @final
@@ -174,7 +192,6 @@ class _Seen:
         self.probabilities = isinstance(self.loss, CrossEntropy)
 
     def add(self, batch: Batch, outputs: Tensor) -> None:
-        self._project(outputs)
         self.samples += batch.size
         loss, targets = self.loss, batch.targets
         if isinstance(loss, JointLoss):
@@ -205,7 +222,7 @@ class _Seen:
         elif self._tallied:
             self.tally = tally if self.tally is None else self.tally + tally
 
-    def _project(self, outputs: Tensor) -> None:
+    def project(self, outputs: Tensor) -> None:
         rows = outputs.detach().reshape(len(outputs), -1).double()
         places = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device)
         for frequency in _FREQUENCIES:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 from typing import Any, final, get_args
@@ -214,6 +215,7 @@ def _begun(surface: RiskSurface, grid: _Grid, accuracy: bool) -> Landscape:
         standing=stand,
         model=type(risk.model).__name__,
         parameters=sum(p.numel() for p in risk.parameters.values()),
+        measured=blake2b("\n".join(risk.parameters).encode(), digest_size=8).hexdigest(),
         samples=seen.samples,
         data_hash=f"{seen.checksum:016x}",
         loss=with_settings(risk.loss),

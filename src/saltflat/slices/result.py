@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from importlib.util import find_spec
 from itertools import product
-from math import isfinite, log10, nan
+from math import isclose, isfinite, log10, nan
 from pathlib import Path
 from typing import Any, final
 
@@ -27,6 +27,7 @@ _SAME = {
     "model_hash": "the model",
     "data_hash": "the data",
     "loss": "the loss",
+    "measured": "the parameters",
     "dtype": "the dtype",
 }
 
@@ -77,7 +78,8 @@ class Landscape:
         is that loss.
     lengths : of the directions, to which a step of one goes. cosine : of the angle between two.
     eigenvalues : of directions that are eigenvectors.
-    parameters, moving : how many numbers are measured, and how many of them move.
+    parameters, moving : how many numbers are measured, and how many of them move. measured : a hash
+        of the parameters' names.
 
     Examples
     --------
@@ -104,6 +106,7 @@ class Landscape:
     dtype: str
     seed: int
     model_hash: str = ""
+    measured: str = ""
     accuracies: tuple[float | None, ...] = ()
     lengths: tuple[float, ...] = ()
     cosine: float | None = None
@@ -145,6 +148,9 @@ class Landscape:
     def continued(self, begun: Landscape, path: str | Path) -> Landscape:
         """What this one, from a file, has of one that was just begun, if it is of the same."""
         other = [words for key, words in _SAME.items() if getattr(self, key) != getattr(begun, key)]
+        # Functions of the user's own, for the loss or for the outputs, are told by what they give.
+        if not other and not isclose(self.center, begun.center, rel_tol=1e-3, abs_tol=1e-6):
+            other.append("the loss at the model")
         if len(self.accuracies) != len(begun.accuracies):
             other.append("accuracy")
         if other:

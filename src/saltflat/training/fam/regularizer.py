@@ -211,7 +211,8 @@ class FAM:
             return self._strength
         assert self._share is not None
         loss = self._loss_value.abs().to(total)
-        return self._share / (1 - self._share) * loss / (loss + total.abs())
+        both = (loss + total.abs()).clamp_min(torch.finfo(total.dtype).tiny)  # of data that are fit
+        return self._share / (1 - self._share) * loss / both
 
     def _generator(self, device: torch.device) -> torch.Generator:
         seed = 0 if self._choices.estimator is None else self._choices.estimator.seed
