@@ -99,8 +99,8 @@ def test_a_measure_says_whose_its_neurons_are() -> None:
 
 
 # Names that are a choice of somebody else's, by room: what a monitor or a penalty takes by default
-# or lets choose, an option of SAM that is called as a measure is, what the command's balance tells in
-# JSON, and a demo's own calls.
+# or lets choose, an option of SAM that is called as a measure is, what the balance of the command
+# tells in JSON, and a demo's own calls.
 ELSEWHERE = {
     "cli": {"hessian_trace"},
     "training": {
