@@ -383,7 +383,7 @@ def test_json_holds_the_report_alone(part: str, results: Results, tmp_path: Path
 
 
 def test_other_endings_are_refused(results: Results, tmp_path: Path) -> None:
-    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
+    with pytest.raises(sf.InvalidValue, match=r"saved as .json or .html. Got 'run.txt'"):
         results.report.save(tmp_path / "run.txt")
     with pytest.raises(sf.InvalidValue, match=r"A page is saved as .html. Got 'x.json'"):
         html.write(tmp_path / "x.json", "", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,23 @@ def test_eighty_columns_have_all_that_matters(
     assert "kappa (about 60 gradients)" in joined
     assert 'measures="all"' in joined
     assert "lam=0.5" in joined
+
+
+@pytest.mark.parametrize("width", [60, 70, 80])
+def test_what_a_value_is_invariant_to_is_never_cut(
+    width: int, report: sf.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long words for certainty take its room: it is told below the table then."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    short = replace(report["rho"], gap=0.1, exact=True)
+    assert short.certainty.startswith("exact to")
+    told = " ".join(str(replace(report, measurements={"rho": short})).split())
+    wide = " ".join(str(replace(report, measurements={**report, "rho": short})).split())
+    assert "…" not in told + wide
+    assert all(f"{m.value:.6g}" in wide for m in report.values())
+    assert "invariant" in told
+    assert "rho all" in wide or width == 80
+    assert ("invariant to: " in wide) == (width < 80)
 
 
 def test_without_a_terminal_there_are_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -700,7 +700,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert torch.equal(neurons, found["rho"].by_neuron["0"])
     assert str(again) == str(found)
     assert os.listdir(path.parent) == ["run.json"]
-    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'run.txt'"):
+    with pytest.raises(sf.InvalidValue, match=r"saved as .json or .html. Got 'run.txt'"):
         found.save(tmp_path / "run.txt")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.image import imread
 from scaling_networks import mlp, vgg_bn
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -360,7 +361,7 @@ def test_a_file_of_something_else_is_not_continued(
 
 def test_files_that_are_no_landscapes(tmp_path: Path) -> None:
     found = sf.landscape(network(), DATA, points=3)
-    with pytest.raises(sf.InvalidValue, match=r"saved as .json. Got 'plane.txt'"):
+    with pytest.raises(sf.InvalidValue, match=r"saved as .json or .html. Got 'plane.txt'"):
         found.save(tmp_path / "plane.txt")
     with pytest.raises(sf.InvalidValue, match=r"path must be a .json file. Got 'plane.html'"):
         sf.landscape(network(), DATA, path=tmp_path / "plane.html")
@@ -375,6 +376,12 @@ def test_pictures(dimensions: int, tmp_path: Path) -> None:
     found = sf.landscape(network(), DATA, dimensions=dimensions, points=5)
     path = found.plot(tmp_path / "new" / "picture.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+    drawn = found._drawn()
+    drawn.draw_without_rendering()
+    whole = drawn.get_tightbbox()  # with the names of the axes, which a layout may push out
+    height, width = imread(path).shape[:2]
+    assert width >= 160 * whole.width
+    assert height >= 160 * whole.height
     assert found._repr_html_().startswith('<img src="data:image/png;base64,')
     assert len(repr(found)) < 250
     empty = replace(found, losses=(None,) * len(found.losses), model="<b>&")

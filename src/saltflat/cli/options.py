@@ -104,8 +104,10 @@ def written(*suffixes: str) -> Callable[[Path | None], Path | None]:
     def check(path: Path | None) -> Path | None:
         if path is not None and path.suffix not in suffixes:
             raise typer.BadParameter(f"It must end in {' or '.join(suffixes)}. Got {path.name!r}.")
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise typer.BadParameter(f"{path} is a folder, or in one that is not there.")
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder.")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"There is no folder {path.parent}.")
         return path
 
     return check

@@ -725,7 +725,7 @@ class _Search:
         self._add_draws(tally, rules, reasons)
         if curved:
             why = "; ".join(sorted({self.reasons[name] for name in curved}))
-            by = " and ".join(sorted({rules[name] for name in curved}))
+            by = " and ".join(sorted({_SAID.get(rules[name], rules[name]) for name in curved}))
             part = f"their Gauss–Newton part is {'exact' if known else 'drawn too'}"
             self.findings.say(
                 f"Hessian blocks of {len(curved)} parameters are estimated by {by} with "
@@ -843,6 +843,10 @@ class _Search:
         for part in (quantity.values, quantity.errors, quantity.draws):
             part.update({name: value.cpu().double() for name, value in part.items()})
         self.findings.quantities.setdefault(kind, Quantity({})).add(quantity)
+
+
+# Rules in a sentence, where their names are none of its words.
+_SAID = {"propagated": "propagated curvature", "sketch": "a sketch"}
 
 
 class _Refuted(Exception):

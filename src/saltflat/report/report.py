@@ -186,18 +186,26 @@ class Report(Results[Measurement]):
         table, sampled = framed(wide, title), any(m.sampled for m in self.values())
         kept = {"sampling": sampled, "cost, gradients": wide, "with": wide}
         columns = [column for column in _COLUMNS if kept.get(column, True)]
+        rows = [self._row(m, wide) for m in self.values()]
+        if below := not wide and _needed(rows, columns) > width:
+            columns.remove("invariant to")
         for column in columns:
             right = column in ("value", "sampling", "cost, gradients")
             wraps = column in ("invariant to", "with", "cost, gradients")
-            table.add_column(column, justify="right" if right else "left", no_wrap=not wraps)
-        rows = [self._row(m, wide) for m in self.values()]
+            folds = below and column == "measure"  # rather than cut a value
+            table.add_column(
+                column,
+                justify="right" if right else "left",
+                no_wrap=not (wraps or folds),
+                overflow="fold",
+            )
         for row in rows + self._others() if wide else rows:
             table.add_row(*(row.get(column, "") for column in columns))
         if wide and p.gradients:
             table.add_section()
             for row in self._shared():
                 table.add_row(*(row.get(column, "") for column in columns))
-        table.caption = escape("\n".join(self._captions(wide, sampled))) or None
+        table.caption = escape("\n".join(self._captions(wide, sampled, below))) or None
         return table
 
     def _row(self, m: Measurement, wide: bool) -> dict[str, str]:
@@ -238,8 +246,11 @@ class Report(Results[Measurement]):
             if step in spent
         ]
 
-    def _captions(self, wide: bool, sampled: bool) -> list[str]:
+    def _captions(self, wide: bool, sampled: bool, below: bool) -> list[str]:
         lines = [] if self.standing is None else [str(self.standing)]
+        if below:
+            kinds = (f"{m.name} {invariance(m.invariant_to, short=True)}" for m in self.values())
+            lines.append(f"invariant to: {'; '.join(kinds)}")
         if sampled:
             lines.append("sampling: standard error for the population that the samples come from")
         if not wide:
@@ -256,6 +267,16 @@ class Report(Results[Measurement]):
 
 
 _COLUMNS = "measure", "value", "certainty", "sampling", "cost, gradients", "invariant to", "with"
+
+
+def _needed(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> int:
+    """The least width of a narrow report: "invariant to" wraps between words, nothing else does."""
+    widths = [max(len(each) for each in (c, *(row.get(c, "") for row in rows))) for c in columns]
+    widths[columns.index("invariant to")] = len("invariant")
+    return sum(widths) + _GAP * (len(columns) - 1)
+
+
+_GAP = 3  # between columns without lines
 
 # What is to be written for a measure that was left out.
 ASK = 'measures="all"'

@@ -97,7 +97,7 @@ def save(path: str | Path, what: str, kind: str, content: Mapping[str, Any]) -> 
     """Write the content to a .json file, whole or not at all; `what` it is, e.g. "A report"."""
     path = Path(path)
     if path.suffix != ".json":
-        raise InvalidValue(f"{what} is saved as .json. Got {path.name!r}.")
+        raise InvalidValue(f"{what} is saved as .json or .html. Got {path.name!r}.")
     head = {"saltflat": FORMAT, "kind": kind}
     write(path, json.dumps(plain({**head, **content}), indent=1, allow_nan=False))
     return path

@@ -183,7 +183,7 @@ class Landscape:
         path = Path(path)
         figure = self._drawn()
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, dpi=160, bbox_inches="tight")
         return path
 
     def _drawn(self) -> Any:
@@ -233,7 +233,7 @@ class Landscape:
         if find_spec("matplotlib") is None or not self.values.isfinite().any():
             return f"<pre>{escape(repr(self))}</pre>"
         buffer = io.BytesIO()
-        self._drawn().savefig(buffer, format="png", dpi=110)
+        self._drawn().savefig(buffer, format="png", dpi=110, bbox_inches="tight")
         picture = base64.b64encode(buffer.getvalue()).decode()
         words = escape(repr(self), quote=True)
         return f'<img src="data:image/png;base64,{picture}" alt="{words}" style="max-width:100%">'
