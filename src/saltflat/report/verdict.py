@@ -41,7 +41,8 @@ class Verdict(Told):
     losses that do not differ by more than a factor of 2, because curvature falls with the loss; and
     values that differ by more than 2 standard errors, of the numbers and, where it is known, of the
     samples. The reason says what is wanting, or what else is to be said. "same function" are models
-    with the same outputs: what differs between them is the scale of their parameters.
+    with the same outputs, also after every parameter is changed by the same share of itself: what
+    differs between them is the scale of their parameters.
 
     Errors of the samples are taken as if each model had samples of its own. Both have the same,
     which as a rule move their values alike, so that this errs toward "not distinguishable".
