@@ -275,12 +275,13 @@ class Curvature:
         if samples is None or self.risk.work.silent:
             return
         each = self._looked / plan.samples
+        most = plan.chunk(self.settings.budget(self.risk.device), 16)
+        few, many = (first.size if plan.coupled else min(n, most) for n in (_TIMED, _MANY_TIMED))
         if gradients * samples * each > LONG:
-            size = first.size if plan.coupled else _TIMED
-            each = min(halving(lambda most: self._gradient(first, most), size) for _ in range(2))
-        if gradients * samples * each > LONG and first.size > size:
+            each = min(halving(lambda size: self._gradient(first, size), few) for _ in range(2))
+        if gradients * samples * each > LONG and min(many, first.size) > few:
             # Of a small model a few samples take as long as many.
-            each = min(each, halving(lambda most: self._gradient(first, most), _MANY_TIMED))
+            each = min(each, halving(lambda size: self._gradient(first, size), many))
         self.risk.work.announce(gradients, samples, samples * each)
 
     def _gradient(self, first: Batch, most: int) -> float:
