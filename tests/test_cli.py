@@ -301,7 +301,7 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data data.npz --unpack NET:three", 3, ["--unpack"]),
     ("measure NET:make --data data.npz --save run.txt", 2, [".json", "run.txt"]),
     ("measure NET:make --data data.npz --html run.json", 2, [".html"]),
-    ("measure NET:make --data data.npz --save no/where.json", 2, ["not there"]),
+    ("measure NET:make --data data.npz --save no/where.json", 2, ["no folder"]),
     ("audit NET:make --data data.npz --dtype float32", 2, ["no use"]),
     ("compare a.json b.json --data data.npz", 2, ["--data"]),
     ("data empty.py:x", 3, ["empty.py"]),

@@ -95,7 +95,7 @@ def test_other_runtime_errors_are_not_swallowed() -> None:
     model = Small(BY_NAME["mlp"].model(), 0, lambda: RuntimeError("mat1 and mat2 do not fit"))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         sf.trace(model, BY_NAME["mlp"].data())
-    assert model.refused.count <= 2
+    assert model.refused.count <= 3  # some samples, these once more, all of them
 
 
 def test_the_loader_is_left_alone() -> None:

@@ -7,8 +7,10 @@ import warnings
 from typing import Any
 
 import numpy as np
+import scipy.sparse.linalg
+import scipy.special  # noqa: F401, whatever these import has set its own filters of warnings by now
 import torch
-import torch._dynamo  # whatever it imports has set its own filters of warnings by now
+import torch._dynamo
 from torch import Tensor, nn
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
@@ -78,7 +80,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     after = fingerprint(model)
     assert after.keys() == before.keys()
     changed = [key for key in before if not same(before[key], after[key])]
-    assert not changed
+    assert not changed, changed
 
 
 def dressed(model: nn.Module) -> nn.Module:

@@ -1,9 +1,9 @@
-"""Running out of memory, and going on with less at a time."""
+"""Errors out of a user's code: want of memory, on with less at a time, and chance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether torch could not allocate, on any device."""
+    """Whether torch could not allocate, on any device, or Python."""
     said = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    return said or isinstance(error, torch.OutOfMemoryError)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def ordinary(error: Exception) -> bool:
@@ -29,12 +29,26 @@ def ordinary(error: Exception) -> bool:
     return theirs and isinstance(error, kinds) and not ours and not out_of_memory(error)
 
 
+def fails_again(call: Callable[[], Any]) -> bool:
+    """Whether a call that failed does so again: for what it was given, and not by chance.
+
+    A failure from which something is concluded must; any other is the user's to see.
+    """
+    try:
+        call()
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        return True
+    return False
+
+
 def halving(call: Callable[[int], Result], size: int) -> Result:
     """call(size), with half the size each time that memory runs out."""
     while True:
         try:
             return call(size)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error) or size == 1:
                 raise
         size //= 2

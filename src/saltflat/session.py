@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from saltflat.errors import ModelError, listed
+from saltflat.memory import out_of_memory
 
 Redo = Callable[[], Any]  # puts back what forward passes had left behind
 
@@ -369,16 +370,18 @@ class Loan:
                 for redo in self.left.values():
                     redo()
                 later = answers(some)
-            steady = all(map(_close, later, first))
-        except Exception:  # in whatever way the passes before it stop this one
-            steady = False
+            steady, cause = all(map(_close, later, first)), None
+        except Exception as error:  # in whatever way the passes before it stop this one
+            if out_of_memory(error):
+                raise
+            steady, cause = False, error
         if not steady:
             raise ModelError(
                 "Every forward pass changes what the next one computes: it writes into "
                 f"{listed(self.left)}, and the outputs follow. A result would depend on the number "
                 "of passes. The model is as it was found; measure a version of it whose forward "
                 "pass writes nothing in evaluation mode (`if self.training:` around the update)."
-            )
+            ) from cause
 
 
 _SOME = 2  # samples that show whether outputs move

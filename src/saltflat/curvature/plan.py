@@ -36,7 +36,7 @@ from saltflat.curvature.rules import EmbeddingUse, LinearUse, Recorder, Rows, Sa
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
 from saltflat.losses import Loss, NegativeLogLikelihood
-from saltflat.memory import halving, out_of_memory
+from saltflat.memory import fails_again, halving, ordinary, out_of_memory
 from saltflat.risk import Batch, Risk, alike, join
 from saltflat.session import full_precision, reduced_precision
 
@@ -193,6 +193,8 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -
         plan = _examine_some(risk, batch, size, certify)
     except Exception as error:
         if size == batch.size or _final(error):
+            raise
+        if not (ordinary(error) or _refuses(risk, batch.spread(size))):
             raise
         # A part of the batch may make no sense to the model: a few nodes of a graph.
         plan = examine(risk, batch, certify)
@@ -488,9 +490,15 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
         with Safe():  # as what was expected was computed
             return close(risk.forward(batch), expected)
     except Exception as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or not _refuses(risk, batch):
             raise
         return False
+
+
+def _refuses(risk: Risk, batch: Batch) -> bool:
+    """Whether the model, which failed on these samples, does so again."""
+    with Safe(), torch.no_grad():
+        return fails_again(lambda: risk.forward(batch))
 
 
 @final
@@ -524,7 +532,7 @@ class Company:
                 with full_precision(self.risk.device), Safe():
                     parts = torch.cat([self.risk.forward(part) for part in (guest, *ends)])
                     return _gives(self.risk, together, parts)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             return True  # there is no room for company

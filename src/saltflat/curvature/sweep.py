@@ -345,7 +345,7 @@ class Pass(ABC):
             self.pending = {}
             try:
                 done = self._samples(chunk, index, start, plan)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if plan.channels_last and not out_of_memory(error):
                     plan = replace(plan, channels_last=False)  # it may not bear that layout
                     continue

@@ -250,7 +250,7 @@ class BatchSurface(Surface):
                     if sums is not None:
                         self._add(sums, batch.size, one)
                 value += one.item()
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if out_of_memory(error):
                     raise DataError(
                         f"There is no memory for the {batch.size} samples of {batch.where} at "

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import ModelError, SaltflatError
+from saltflat.memory import fails_again, out_of_memory
 from saltflat.risk import logits, unwrap
 from saltflat.session import RandomState, TensorValues, lend
 from saltflat.symmetries.element import Element, duplicate
@@ -447,7 +448,10 @@ class _Confirmation:
 
         try:
             return change(before, self.lent.answers(values))
-        except Exception:
+        except Exception as error:
+            there, here = (partial(self.lent.answers, each) for each in (values, point))
+            if out_of_memory(error) or not fails_again(there) or fails_again(here):
+                raise
             return math.inf  # it runs at the point itself
 
     @property

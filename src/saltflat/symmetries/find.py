@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.memory import fails_again, out_of_memory
 from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
 from saltflat.session import TensorValues, values_of
 from saltflat.symmetries.assemble import Assembly, Basis
@@ -132,12 +133,18 @@ def _shared(tape: Tape, named: dict[str, nn.Parameter]) -> set[str]:
 
 def _uncopied(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> str:
     """Why elements cannot be applied to a copy of the model, or nothing."""
-    try:
+
+    def check() -> None:
         # The copy is thrown away: there is nothing to put back.
         check_copy(model, duplicate(model), example, output, TensorValues(()))
+
+    try:
+        check()
     except ModelError as error:
         return str(error)
     except Exception as error:
+        if out_of_memory(error) or not fails_again(check):
+            raise
         return f"The model cannot be copied: {error}"
     return ""
 
