@@ -100,6 +100,8 @@ def attempt(call: Callable[[], Any], fault: BaseException) -> BaseException | No
         call()
     except (type(fault), sf.SaltflatError) as error:
         return error
+    finally:
+        fault.__traceback__ = fault.__context__ = None  # it lives on, and with it what it saw
     return None
 
 
