@@ -165,6 +165,8 @@ def test_compare_takes_checkpoints_models_and_reports(place: Path) -> None:
         )
     assert "rho" in run("compare", "a.json", "b.json").stdout
     run("compare", "a.json", "a.json", code=2)
+    twice = json.loads(run("compare", "one=a.json", "two=a.json", "--json").stdout)
+    assert list(twice["reports"]) == ["one", "two"]
     run("compare", *named, named[0], *options, code=2)
     run("compare", *named, *options, "--checkpoint", "a.pt", code=2)
     (place / "b.json").write_text("[" * 100_000)

@@ -127,7 +127,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="MODEL",
-            help="Models as for measure, each may be written NAME=MODEL; or saved reports, .json.",
+            help="Models as for measure, or saved reports, .json; each may be written NAME=….",
             show_default=False,
         ),
     ],
@@ -150,13 +150,21 @@ def compare(
     with speaking(request.voice, (save, html)):
         if all(name.endswith(".json") for name in models):
             request.refuse("data", "loss", "samples", "output", "unpack", "dtype", "device")
-            named = _unique([(Path(name).stem, Path(name)) for name in models])
+            named = _unique([_report_named(text) for text in models])
             comparison = sf.Comparison({name: _saved(path) for name, path in named.items()})
         else:
             contenders = _contenders(models, checkpoint or [])
             comparison = _compared(request, contenders, measure_names(measures))
         request.voice.result(comparison)
         keep(request.voice, comparison, save, html)
+
+
+def _report_named(text: str) -> tuple[str, Path]:
+    """NAME=FILE.json, or a file by the name that it has."""
+    name, equals, rest = text.partition("=")
+    if not equals or Path(text).exists():
+        return Path(text).stem, Path(text)
+    return name, Path(rest)
 
 
 def _saved(path: Path) -> sf.Report:
@@ -190,7 +198,7 @@ def _unique(pairs: list[tuple[str, T]]) -> dict[str, T]:
     """By name, if no two have the same."""
     if len(dict(pairs)) < len(pairs):
         names = ", ".join(name for name, _ in pairs)
-        raise typer.BadParameter(f"Names must differ, or write NAME=MODEL. Got {names}.")
+        raise typer.BadParameter(f"Names must differ: write NAME=… before them. Got {names}.")
     return dict(pairs)
 
 
