@@ -576,3 +576,15 @@ def test_a_saved_history_can_be_continued(tmp_path: Path) -> None:
     path = monitor.save(tmp_path / "saved.jsonl")
     with pytest.warns(UserWarning, match="is continued"):
         assert watch(path=path).history == monitor.history
+
+
+def test_nobody_asks_whether_a_training_is_at_a_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: Any) -> None:
+        raise AssertionError("it costs two gradients, and the answer is thrown away")
+
+    monkeypatch.setattr(sys.modules["saltflat.measure"], "standing_of", asked)
+    model = nn.Linear(4, 3)
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    assert sf.Monitor(model, data, measures=["hessian_trace"]).measure().values
+    with pytest.raises(AssertionError, match="two gradients"):
+        sf.measure(model, data, measures=["hessian_trace"])
