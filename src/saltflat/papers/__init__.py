@@ -1,0 +1,11 @@
+"""The experiments of the papers: what was published, how it is run here, and what came out."""
+
+from __future__ import annotations
+
+from saltflat.papers.experiment import Experiment, Reproduction, Row, Size, reproduce
+
+__all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduce"]
+
+# By name, "paper/figure".
+_ALL: tuple[Experiment, ...] = ()
+EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

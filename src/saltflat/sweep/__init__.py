@@ -1,0 +1,19 @@
+"""Many runs of one function: a grid of settings, one file a run, on this machine or on Ray."""
+
+from __future__ import annotations
+
+from saltflat.sweep.ensemble import train_together
+from saltflat.sweep.runner import Where, sweep
+from saltflat.sweep.runs import Folder, Outcome, Run, Settings, Work, grid
+
+__all__ = [
+    "Folder",
+    "Outcome",
+    "Run",
+    "Settings",
+    "Where",
+    "Work",
+    "grid",
+    "sweep",
+    "train_together",
+]
