@@ -133,9 +133,7 @@ def test_factors_do_not_depend_on_what_is_trained_beside(tiny):
 def test_a_network_that_diverges_is_kept(tiny, experiment):
     outcome = experiment.work(few(experiment, lr=1e30)[:1], CPU)[0]
     assert outcome["collapsed"]
-    assert np.isnan(
-        outcome["kappa_trace_4" if experiment is THIRD else "kappa"]
-    )
+    assert np.isnan(outcome["kappa_trace_4" if experiment is THIRD else "kappa"])
 
 
 def test_neurons_rescaled_move_kappa_but_not_rho(tiny):

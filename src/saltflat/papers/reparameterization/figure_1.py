@@ -87,14 +87,14 @@ def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:
     first: Any = settings[0]
     data = images("cifar10", first["samples"], first["tested"], device)
     models = [_started(str(each["start"]), int(each["seed"]), device) for each in settings]  # type: ignore[arg-type]
-    with full_precision(device):
-        train(models, settings, data)
     x, y = data.train_x[: first["measured"]].double(), data.train_y[: first["measured"]]
     layers = sf.symmetries(_started("uniform", 0, device).double(), x[:8]).only("layer")
-    return [
-        _outcome(model, data, x, y, layers.uniform(_factors(each), low=5.0, high=25.0))
-        for model, each in zip(models, settings, strict=True)
-    ]
+    with full_precision(device):
+        train(models, settings, data)
+        return [
+            _outcome(model, data, x, y, layers.uniform(_factors(each), low=5.0, high=25.0))
+            for model, each in zip(models, settings, strict=True)
+        ]
 
 
 def _factors(settings: Settings) -> int:

@@ -8,7 +8,7 @@ and maxima over layers (figure 6).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.datasets import Data
 from saltflat.measures import KappaTrace, Rho
 from saltflat.papers.correlations import Kind, correlation
 from saltflat.papers.experiment import Experiment, Row, Size
@@ -77,21 +78,30 @@ def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:
     first: Any = settings[0]
     data = images("mnist", first["samples"], first["tested"], device)
     models = [started(_network, int(each["seed"]), device) for each in settings]  # type: ignore[arg-type]
-    with full_precision(device):
-        train(models, settings, data)
     x, y = data.train_x[: first["measured"]].double(), data.train_y[: first["measured"]]
     neurons = sf.symmetries(_network().to(device).double(), x[:8])
-    outcomes: list[Outcome] = []
-    for model, each in zip(models, settings, strict=True):
-        outcome = generalisation(model, data)
-        outcomes.append(outcome)
-        if not finite(outcome):
-            outcome |= dict.fromkeys([*_ALL, *(f"{name}_moved" for name in _ALL)], nan)
-            continue
-        outcome |= _measured(model.double(), x, y)
-        moved = neurons.uniform(1000 * first["batch"] + int(each["seed"]))(model)  # type: ignore[arg-type]
-        outcome |= {f"{name}_moved": value for name, value in _measured(moved, x, y).items()}
-    return outcomes
+    with full_precision(device):
+        train(models, settings, data)
+        return [
+            _outcome(model, data, x, y, neurons.uniform(1000 * first["batch"] + int(each["seed"])))  # type: ignore[arg-type]
+            for model, each in zip(models, settings, strict=True)
+        ]
+
+
+def _outcome(
+    model: nn.Module,
+    data: Data,
+    x: Tensor,
+    y: Tensor,
+    rescaling: Callable[[nn.Module], nn.Module],
+) -> Outcome:
+    """As it is and after the rescaling; NaN for a network that diverged."""
+    outcome = generalisation(model, data)
+    if not finite(outcome):
+        return {**outcome, **dict.fromkeys([*_ALL, *(f"{name}_moved" for name in _ALL)], nan)}
+    model = model.double()
+    moved = {f"{name}_moved": value for name, value in _measured(rescaling(model), x, y).items()}
+    return {**outcome, **_measured(model, x, y), **moved}
 
 
 def _network() -> nn.Sequential:
