@@ -27,10 +27,10 @@ def runs(size: Size) -> list[Settings]:
     return [
         {
             "network": "LeNet",
-            "samples": 50_000 if full else 1000,
-            "tested": 10_000 if full else 2000,
-            "batch": 10_000 if full else 200,
-            "epochs": 60 if full else 30,
+            "samples": 50_000 if full else 500,
+            "tested": 10_000 if full else 1000,
+            "batch": 10_000 if full else 100,
+            "epochs": 60 if full else 20,
             "algorithm": algorithm,
             "decay": decay,
             "lr": 0.2,
@@ -67,7 +67,7 @@ FIGURE_1 = Experiment(
     changed=(
         "60 epochs; the paper has at least 160.",
         *CHANGED,
-        "The small size has 1000 training images, batches of 200, 30 epochs and three seeds.",
+        "The small size has 500 training images, batches of 100, 20 epochs and three seeds.",
     ),
     runs=runs,
     work=work,

@@ -49,8 +49,8 @@ def runs(published: accuracies.Published, batch: int, size: Size) -> list[Settin
     return [
         {
             "network": "VGG-11" if size == "full" else "LeNet",
-            "samples": 50_000 if size == "full" else 1024,
-            "tested": 10_000 if size == "full" else 2000,
+            "samples": 50_000 if size == "full" else 512,
+            "tested": 10_000 if size == "full" else 1000,
             "batch": batch if size == "full" else batch // 8,
             "epochs": _EPOCHS[batch] if size == "full" else 20,
             "algorithm": algorithm,
@@ -94,7 +94,7 @@ def _experiment(name: str, title: str, published: accuracies.Published, batch: i
             *CHANGED,
             "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at the "
             "learning rate of SGD; dropout is off, and γ constant.",
-            "The small size has the LeNet with BatchNorm in place of VGG-11, 1024 training images, "
+            "The small size has the LeNet with BatchNorm in place of VGG-11, 512 training images, "
             f"batches of {batch // 8}, 20 epochs, three seeds, and neither SGDS-5 nor trainings "
             "without weight decay.",
         ),
