@@ -93,7 +93,8 @@ def _experiment(name: str, title: str, published: accuracies.Published, batch: i
             "On a GPU networks run in bfloat16, their weights and optimizers in float32.",
             *CHANGED,
             "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at the "
-            "learning rate of SGD; dropout is off, and γ constant.",
+            "learning rate of SGD; dropout is off, and γ constant. Its curve is of the weights as "
+            "an epoch leaves them, which is within such steps; its last point is of the centre.",
             "The small size has the LeNet with BatchNorm in place of VGG-11, 512 training images, "
             f"batches of {batch // 8}, 20 epochs, three seeds, and neither SGDS-5 nor trainings "
             "without weight decay.",
