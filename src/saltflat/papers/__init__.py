@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from saltflat.papers import relative_flatness
 from saltflat.papers.experiment import Experiment, Reproduction, Row, Size, reproduce
 
 __all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduce"]
 
 # By name, "paper/figure".
-_ALL: tuple[Experiment, ...] = ()
+_ALL: tuple[Experiment, ...] = (*relative_flatness.EXPERIMENTS,)
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
