@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_loss_gradient_and_chance(name: str) -> None:
     fitted(constant, (torch.ones(len(y), 1).double(), y), loss)
     best = loss(constant(torch.ones(len(y), 1).double()), y).item()
     assert found.chance == pytest.approx(best, rel=1e-7)
+
+
+@pytest.mark.parametrize("cuts", [[40], [1, 39], [13, 13, 14]])
+def test_chance_of_targets_far_from_zero(cuts: list[int]) -> None:
+    """Σ y² − (Σ y)²/n would leave no digit of it; the oracle's are integers, which are exact."""
+    x, _ = classes()
+    steps = torch.arange(40) % 4
+    y = (10**9 + steps).double()[:, None]
+    assert y.square().sum() - y.sum().square() / 40 != pytest.approx(50, rel=0.1)
+    data = list(zip(x.split(cuts), y.split(cuts), strict=True))
+    found = standing(nn.Linear(5, 1).double(), data, "mse")
+    exact = Fraction(int((steps**2).sum()), 40) - Fraction(int(steps.sum()), 40) ** 2
+    assert found.chance == pytest.approx(float(exact), rel=1e-7)  # the mean has 16 digits
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -209,18 +209,18 @@ class _Seen:
             self.right = None
         else:
             self.right = [a + b for a, b in zip(self.right, right, strict=True)]
-        self._count(loss.tally(outputs, targets))
+        self._count(loss, loss.tally(outputs, targets))
         if self.probabilities and isinstance(loss, CrossEntropy):
             rows = outputs.detach().movedim(loss.dim(outputs, targets), -1)
             off = (rows.sum(-1, dtype=torch.float64) - 1).abs().max()
             self.probabilities = bool((rows >= 0).all()) and float(off) <= _ONE
 
-    def _count(self, tally: Tensor | None) -> None:
+    def _count(self, loss: Loss, tally: Tensor | None) -> None:
         """Targets of another shape, or of none, leave the chance level unknown."""
         if tally is None or (self.tally is not None and self.tally.shape != tally.shape):
             self._tallied = False
         elif self._tallied:
-            self.tally = tally if self.tally is None else self.tally + tally
+            self.tally = tally if self.tally is None else loss.joined(self.tally, tally)
 
     def project(self, outputs: Tensor) -> None:
         rows = outputs.detach().reshape(len(outputs), -1).double()
