@@ -91,7 +91,7 @@ def measure(
     estimator, tolerance : for what cannot be had exactly, as in `trace`.
     seed : of the searches and estimates.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
-        (`Report.standing`), for up to 2.7 gradients.
+        (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.
     progress : True, False, or a callable of (step, done, total). By default, what will take longer
         than ten seconds is announced on the error stream, and followed by a line that moves every
         second; SALTFLAT_PROGRESS=0 in the environment silences that.

@@ -21,7 +21,7 @@ from saltflat.printed import Printed
 from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
 from saltflat.report.standing import Standing
-from saltflat.report.verdict import SAME, Verdict, judged
+from saltflat.report.verdict import SAME, Verdict, alike, judged
 from saltflat.report.words import gradients, invariance, settings
 from saltflat.result import Density, Diagonal, Results
 
@@ -307,9 +307,9 @@ class Comparison(Results[Report]):
     def problems(self) -> tuple[str, ...]:
         lines = []
         for key, text in SAME.items():
-            values = {name: getattr(r.provenance, key) for name, r in self.items()}
-            if len(set(values.values())) > 1:
-                shown = ", ".join(f"{name}: {value}" for name, value in values.items())
+            sources = {name: r.provenance for name, r in self.items()}
+            if not all(alike(key, *pair) for pair in combinations(sources.values(), 2)):
+                shown = ", ".join(f"{name}: {_shown(key, p)}" for name, p in sources.items())
                 lines.append(f"{text} ({shown})")
         for name in self.measures:
             settings = {n: repr(dict(r[name].settings)) for n, r in self.items() if name in r}
@@ -482,6 +482,12 @@ class Comparison(Results[Report]):
                     groups.append({})
                 (own or groups[-1:])[0].update({v.first: None, v.second: None})
         return groups
+
+
+def _shown(key: str, source: Provenance) -> str:
+    """What a report was measured with; a user's loss with a hash of its code."""
+    code = f" with code {source.loss_code}" if key == "loss" and source.loss_code else ""
+    return f"{getattr(source, key)}{code}"
 
 
 def _cell(m: Measurement | None) -> str:
