@@ -119,6 +119,19 @@ def test_measure_says_what_the_function_says(place: Path) -> None:
     assert "cost: " in table.stdout
 
 
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_tables_say_what_to_write_on_the_command_line(
+    columns: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    said = run("measure", net(place, "make"), "--data", "data.npz").stdout
+    assert "-m all" in said
+    assert "measures=" not in said
+    run("measure", net(place, "three"), "--data", "data.npz", code=3)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    assert 'measures="all"' in str(sf.measure(make(place), (x, y)))  # and in Python what is there
+
+
 def test_options_reach_the_function(place: Path) -> None:
     options = ["--data", net(place, "loader"), "-m", "hessian_trace", "--json"]
     few = ["--samples", "9", "--dtype", "float64", "--seed", "3", "--curvature", "ggn"]
@@ -281,6 +294,10 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data data.npz --loss cross_entrpy", 2, ["'cross_entropy'"]),
     ("measure NET:make --data data.npz --device qpu", 2, ["qpu", "cpu"]),
     ("measure NET:make --data data.npz --samples 0", 2, ["samples"]),
+    ("measure NET:make --data data.npz --tolerance -1", 2, ["--tolerance", "above 0", "-1"]),
+    ("measure NET:make --data data.npz --tolerance nan", 2, ["--tolerance", "finite", "nan"]),
+    ("audit NET:make --data data.npz --spread 1", 2, ["--spread", "above 1"]),
+    ("landscape NET:make --data data.npz --span 0", 2, ["--span", "above 0"]),
     ("measure NET:makes --data data.npz", 3, ["makes", "'make'"]),
     ("measure NET:wants --data data.npz", 3, ["hidden"]),
     ("measure NET:broken --data data.npz", 3, ["no such thing", "line"]),
@@ -457,7 +474,19 @@ def test_progress_tells_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stream.getvalue().rpartition("\r")[2].rstrip()) < 30
 
 
-def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_says_that_rescalings_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    sf.measure(model, data, measures=["minimum_sharpness"], progress=True)
+    steps = re.findall(r"saltflat: ([^:]*):", stream.getvalue())
+    assert steps.index("minimum_sharpness") < steps.index("searching rescalings")
+
+
+def test_measures_and_audits_keep_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In the library, without a process: the exception carries the partial result."""
     from saltflat.errors import Interrupted
     from saltflat.measures import Rho
@@ -474,6 +503,14 @@ def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) 
         report = caught.value.partial
         assert list(report) == ["hessian_trace"]
         assert set(report.skipped) == {"rho", "kappa_trace"}
+        for width in ("80", "200"):
+            patch.setenv("COLUMNS", width)
+            said = str(report)
+            assert "not computed" in said
+            assert "does not apply" not in said
+        page = report.save(tmp_path / "partial.html").read_text()
+        assert "rho not computed: interrupted" in page
+        assert "does not apply" not in page
         with pytest.raises(KeyboardInterrupt) as bare:
             sf.measure(model, data, measures=["rho"])
         assert not isinstance(bare.value, Interrupted)

@@ -69,6 +69,17 @@ class Work:
         if self._tell is not None:
             self._tell(step, done, total)
 
+    @contextmanager
+    def within(self, step: str) -> Iterator[None]:
+        """A part of the step that is no pass over the data; the line names it while it lasts."""
+        outer, self.step = self.step, step
+        if self._line is not None and self._line.eager:
+            self._line.tell()
+        try:
+            yield
+        finally:
+            self.step = outer
+
     def announce(self, gradients: float, samples: int, seconds: float) -> None:
         """So many gradients are to be computed, each of which takes so many seconds."""
         self.total, self.seconds = gradients * samples, gradients * seconds

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from saltflat.errors import Interrupted, LoadError, SaltflatError
-from saltflat.report import store
+from saltflat.report import ASK, store
 
 
 @final
@@ -94,6 +94,7 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
     aside = redirect_stdout(sys.stderr) if voice.json else nullcontext()
     with warnings.catch_warnings(), aside:
         warnings.showwarning = lambda message, *_, **__: voice.note(str(message))
+        asked = ASK.set("-m all")
         try:
             yield
         except Interrupted as stop:
@@ -110,6 +111,8 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
             code = Code.NOT_LOADED if isinstance(error, LoadError) else Code.FAILED
             voice.failure(error, _in_words(error, voice), code)
             raise typer.Exit(code) from error
+        finally:
+            ASK.reset(asked)
 
 
 def _in_words(error: Exception, voice: Voice) -> str:
