@@ -482,6 +482,27 @@ def test_the_line_says_that_rescalings_are_searched(monkeypatch: pytest.MonkeyPa
     sf.measure(model, data, measures=["minimum_sharpness"], progress=True)
     steps = re.findall(r"saltflat: ([^:]*):", stream.getvalue())
     assert steps.index("minimum_sharpness") < steps.index("searching rescalings")
+    for terminal in (False, True):  # how much is done says nothing of what is not counted
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        line = Line(stream, eager=True)
+        work = Work(line=line)
+        work.total, work.done = 100.0, 99.0
+        with work.within("searching rescalings"):
+            line._move(3.0)
+            said = "searching rescalings, 3 s" if terminal else " 3 s"
+            assert stream.getvalue().rstrip(";").endswith(said)
+        line._move(4.0)
+        assert "99%" in stream.getvalue().rpartition("3 s")[2]
+
+
+def test_a_notebook_is_not_told_of_every_step() -> None:
+    """One that is run without a browser keeps every line."""
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    with Line(stream, eager=True) as line:
+        work = Work(line=line)
+        for step in range(100):
+            work.at(f"step {step}", step, 100)
+    assert stream.getvalue() == ""
 
 
 def test_measures_and_audits_keep_what_is_done(

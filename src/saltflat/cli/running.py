@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from saltflat.errors import Interrupted, LoadError, SaltflatError
 from saltflat.report import ASK, store
@@ -123,14 +123,6 @@ def _in_words(error: Exception, voice: Voice) -> str:
     if isinstance(error, MemoryError) or "memory" in words.lower():
         return f"{words} Take fewer samples (--samples), or another device (--device cpu)."
     return words if voice.traceback else f"{words} Run it again with --traceback to see where."
-
-
-def drawn(renderable: RenderableType) -> str:
-    """What rich prints in 80 columns, without colours."""
-    console = Console(width=80, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get().rstrip()
 
 
 def keep(voice: Voice, result: Any, *paths: Path | None) -> None:

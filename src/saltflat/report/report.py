@@ -72,7 +72,8 @@ class Report(Results[Measurement]):
                 f"{name} was not computed: it costs about {self.left_out[name]:.0f} gradients. "
                 f'Write sf.measure(model, data, measures=["{name}"]), or measures="all".'
             )
-        raise NotMeasured(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
+        known = [*self.measurements, *self.skipped, *self.left_out]
+        raise NotMeasured(f"{name!r} was not asked for. {nearest(name, known)}")
 
     def save(
         self,
