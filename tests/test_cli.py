@@ -310,6 +310,9 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure zoo:lenet6 --data data.npz", 3, ["'lenet5'"]),
     ("measure zoo:mlp:4-x --data data.npz", 3, ["zoo:mlp:64-32-10"]),
     ("measure zoo:lenet5:3 --data data.npz", 3, ["takes no settings"]),
+    ("measure NET --data data.npz", 3, ["which name", ".py:NAME"]),
+    ("measure NET:make --data numbers.npz", 1, ["int64", "another loss: mse"]),
+    ("measure NET:make --data nothing.npz", 3, ["x/y", "It is empty."]),
     ("measure . --data data.npz", 3, ["config.json"]),
     ("measure NET:make --data digts", 3, ["'digits'"]),
     ("measure NET:make --data nosuch.npz", 3, ["nosuch.npz", "data.npz"]),
@@ -329,6 +332,8 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
 
 @pytest.mark.parametrize(("line", "code", "words"), MISTAKES, ids=[m[0] for m in MISTAKES])
 def test_mistakes_are_explained(line: str, code: int, words: list[str], place: Path) -> None:
+    np.savez("nothing.npz")
+    np.savez("numbers.npz", x=np.ones((12, 4)), y=np.linspace(0, 1, 12))
     np.savez("empty.npz", x=np.zeros((0, 4)), y=np.zeros(0, dtype=int))
     arguments = line.replace("NET", f"{(place / 'net.txt').read_text()}.py").split()
     said = " ".join(run(*arguments, code=code).output.replace("│", " ").split())
