@@ -23,7 +23,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
-from saltflat.cli import app, main
+from saltflat.cli import app
 from saltflat.cli.running import Code
 from saltflat.work import Line, Work
 
@@ -407,7 +407,21 @@ def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_entry_point_is_the_command() -> None:
     project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"saltflat": f"{main.__module__.rpartition('.')[0]}:main"}
+    assert project["scripts"] == {"saltflat": "saltflat_command:main"}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path: Path, interrupted: bool) -> None:
+    if interrupted:
+        (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    code = "import sys, saltflat_command as s; sys.argv = ['saltflat', '--version']; s.main()"
+    path = os.pathsep.join([str(tmp_path), str(SOURCE)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == (130 if interrupted else 0), found.stderr
+    assert found.stdout == ("" if interrupted else f"saltflat {sf.__version__}\n")
+    assert "Traceback" not in found.stderr
 
 
 def test_as_a_module_with_pipes(place: Path) -> None:
