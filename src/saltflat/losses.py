@@ -275,8 +275,9 @@ class CrossEntropy(Loss):
         if targets.ndim < outputs.ndim:
             raise DataError(
                 f"Class targets must be int64. Got {targets.dtype} of shape "
-                f"{tuple(targets.shape)} in {where}; convert them with targets.long(), or give "
-                f"probabilities of the outputs' shape {tuple(outputs.shape)}."
+                f"{tuple(targets.shape)} in {where}; convert them with targets.long(), give "
+                f"probabilities of the outputs' shape {tuple(outputs.shape)}, or, if they are "
+                "numbers to be met, another loss: mse."
             )
         _check_shape(outputs, targets, self.name, where)
         if (self.scale(outputs, targets) < 0).any():

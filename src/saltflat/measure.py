@@ -43,7 +43,15 @@ from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
-from saltflat.report import STANDING, Comparison, Report, Standing, provenance, standing_of
+from saltflat.report import (
+    INTERRUPTED,
+    STANDING,
+    Comparison,
+    Report,
+    Standing,
+    provenance,
+    standing_of,
+)
 from saltflat.risk import Batch, Output, Risk, Unpack
 from saltflat.symmetries import Group
 from saltflat.watch import kept
@@ -193,7 +201,7 @@ def _partial(
 ) -> Report:
     """What there is after an interruption; the rest is listed as skipped for that reason."""
     rest = [m.name for m in measures if m.name not in done and m.name not in skipped]
-    reasons = {**skipped, **dict.fromkeys(rest, "interrupted before it was computed")}
+    reasons = {**skipped, **dict.fromkeys(rest, INTERRUPTED)}
     note = f"PARTIAL: interrupted after {len(done)} of {len(measures)} measures"
     risk, first = engine.risk, engine.first
     source = provenance(risk, first.certificate, engine.matrix, engine.seed, seconds, spent)
