@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import gzip
 import hashlib
 import io
@@ -503,6 +504,16 @@ def test_rte_has_its_numbers(tmp_path: Path) -> None:
         rte(write(tmp_path, dict.fromkeys(("train.tsv", "dev.tsv"), SENTENCES.encode())))
     with pytest.raises(MissingData, match=r"RTE\.zip"):
         rte(download=False)
+
+
+@pytest.mark.parametrize("name", sorted({*datasets.__all__} - {"RTE", "Pairs", "Step"}))
+def test_examples(name: str) -> None:
+    """Those that need no data from elsewhere are run."""
+    words = getattr(datasets, name).__doc__
+    example = doctest.DocTestParser().get_doctest(words, {}, name, None, None)
+    assert example.examples
+    report: list[str] = []
+    assert not doctest.DocTestRunner().run(example, out=report.append).failed, "".join(report)
 
 
 FACTS = {
