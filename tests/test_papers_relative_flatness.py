@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import saltflat as sf
 from saltflat.datasets import Data
+from saltflat.measures import RelativeFlatness
 from saltflat.papers import EXPERIMENTS, reproduce
-from saltflat.papers.relative_flatness import table_1
+from saltflat.papers.relative_flatness import figure_4, figure_5, table_1
 from saltflat.papers.relative_flatness.seeds import differences, mean_and_error
 from saltflat.sweep import Run, Settings
 
@@ -150,3 +152,42 @@ def test_table_1_goes_on_where_it_stopped(loaded, tmp_path: Path, monkeypatch) -
         result = reproduce(short, folder=tmp_path, progress=False)
     assert done == list(table_1.METHODS)
     assert len(result.rows) == 11
+
+
+# Figures 4 and 5
+
+
+def test_figure_4_times_all_ways_to_one_number() -> None:
+    (outcome,) = figure_4.work([{"size": 4, "batch": 16, "repeats": 1}], CPU)
+    assert outcome["fam_error"] < 1e-5
+    assert all(outcome[method] > 0 for method in figure_4.METHODS)
+    layer = figure_4.Layer.of_size(4, 16, CPU)
+    measure = RelativeFlatness(layer=figure_4.LAYER)
+    report = sf.measure(layer.model, (layer.x, layer.y), measures=[measure], progress=False)
+    assert report["relative_flatness"].value == pytest.approx(outcome["relative_flatness"], 1e-5)
+
+
+def test_figure_4_reads_ratios_off_one_run() -> None:
+    same = {"vectorized": 3.0, "functorch": 6.0, "fam": 2.0, "fam_error": 0.0}
+    runs = [Run({"size": m}, {"rows": 9.0 * m, **same}) for m in (2, 4)]
+    rows = {row.what: row.ours for row in figure_4.rows(runs)}
+    assert rows["row by row / vectorized, largest ratio"] == 12.0
+    assert rows["vectorized / functorch, 4×4 weights"] == 0.5
+    assert rows["functorch / κ without the Hessian, 4×4 weights"] == 3.0
+    assert len(figure_4.draw(runs).axes[0].lines) == 4
+
+
+def test_figure_5_estimates_what_it_knows_exactly() -> None:
+    common = {"batch": 16, "repeats": 1, "probes": 50}
+    both = [{"size": 4, "dense": True, **common}, {"size": 6, "dense": False, **common}]
+    outcomes = figure_5.work(both, CPU)
+    assert outcomes[0]["exact"]
+    assert outcomes[0]["ours_error"] < 1e-5
+    assert outcomes[1]["functorch"] is None
+    layer = figure_4.Layer.of_size(4, 16, CPU)
+    estimates = figure_5._estimates(layer, layer.weight, 400, torch.Generator().manual_seed(1))
+    error = float(estimates.std()) / 20
+    assert abs(float(estimates.mean()) - outcomes[0]["trace"]) < 4 * error < outcomes[0]["trace"]
+    runs = [Run(s, o) for s, o in zip(both, outcomes, strict=True)]
+    assert len(figure_5.rows(runs)) == 8
+    assert len(figure_5.draw(runs).axes[0].lines[0].get_xdata()) == 1
