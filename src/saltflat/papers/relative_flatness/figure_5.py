@@ -83,7 +83,7 @@ def _estimates(layer: Layer, weight: Tensor, probes: int, signs: torch.Generator
     for _ in range(probes):
         v = (2 * torch.randint(2, weight.shape, generator=signs) - 1).to(weight)
         (product,) = torch.autograd.grad(gradient, weight, v, retain_graph=True)
-        found.append((product * v).sum())
+        found.append((product.detach() * v).sum())
     return torch.stack(found)
 
 
