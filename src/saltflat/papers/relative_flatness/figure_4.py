@@ -173,6 +173,9 @@ def draw_times(runs: Sequence[Run], methods: Mapping[str, str], title: str) -> F
     for place, (method, label) in enumerate(methods.items()):
         points = [(run["size"] ** 2, run[method]) for run in ordered if run[method] is not None]
         axes.loglog(*zip(*points, strict=True), "osD^"[place] + "-", label=label)
+    sizes = [run["size"] for run in ordered]
+    axes.set_xticks([size**2 for size in sizes], [f"{size}×{size}" for size in sizes])
+    axes.minorticks_off()
     axes.set_xlabel("weights of the layer")
     axes.set_ylabel("time, in gradients of the network")
     axes.set_title(f"{title} ({ordered[0].machine or 'unknown machine'})", fontsize=10)
