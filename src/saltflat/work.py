@@ -48,6 +48,7 @@ class Work:
         self.total = 0.0  # expected; 0 if nobody knows
         self.seconds = 0.0  # the same
         self.step = ""
+        self.counted = True  # whether the step at hand is made of passes
         self._tell, self._line = tell, line
         if line is not None:
             line.work = self
@@ -69,12 +70,23 @@ class Work:
         if self._tell is not None:
             self._tell(step, done, total)
 
+    @contextmanager
+    def within(self, step: str) -> Iterator[None]:
+        """A part of the step that is no pass over the data; the line names it while it lasts."""
+        outer, self.step, self.counted = self.step, step, False
+        if self._line is not None and self._line.eager:
+            self._line.tell()
+        try:
+            yield
+        finally:
+            self.step, self.counted = outer, True
+
     def announce(self, gradients: float, samples: int, seconds: float) -> None:
         """So many gradients are to be computed, each of which takes so many seconds."""
         self.total, self.seconds = gradients * samples, gradients * seconds
         if self.seconds <= LONG:
             return
-        words = f"about {_spelled(self.seconds)}: {gradients:.0f} gradients at {seconds:.2g} s"
+        words = f"about {spelled(self.seconds)}: {gradients:.0f} gradients at {seconds:.2g} s"
         if self._line is not None:
             self._line.begin(f"saltflat: {words}")
         if self._tell is not None:
@@ -90,10 +102,11 @@ class Line:
     """
 
     def __init__(self, stream: TextIO, eager: bool) -> None:
-        self.eager = eager  # from the beginning on, and at every step
+        kernel = type(stream).__module__.startswith("ipykernel")
+        # From the beginning on, and at every step; but a saved notebook may keep all that is said.
+        self.eager = eager and not kernel
         self.work = Work()
         self._stream = stream
-        kernel = type(stream).__module__.startswith("ipykernel")
         self._rewritten = kernel or stream.isatty()
         self._patience = 0.0 if eager else _SOON if self._rewritten else LONG
         self._start, self._over = perf_counter(), Event()
@@ -130,9 +143,10 @@ class Line:
 
     def _move(self, elapsed: float) -> None:
         work = self.work
-        share = f", {min(work.done / work.total, 0.99):.0%}" if work.total else ""
+        known = work.counted and work.total
+        share = f", {min(work.done / work.total, 0.99):.0%}" if known else ""
         if self._rewritten:
-            text = f"saltflat: {work.step}{share}, {_spelled(elapsed)}{self._pace(elapsed)}"
+            text = f"saltflat: {work.step}{share}, {spelled(elapsed)}{self._pace(elapsed)}"
             text = text[: get_terminal_size().columns - 1]  # a longer one could not be written over
             self._write("\r" + text.ljust(self._column))
             self._column = len(text)
@@ -149,11 +163,13 @@ class Line:
     def _pace(self, elapsed: float) -> str:
         """How many gradients of a sample a second, and how long it takes at that pace."""
         work = self.work
+        if not work.counted:
+            return ""
         if not work.done:
-            return f" of about {_spelled(work.seconds)}" if work.seconds else ""
+            return f" of about {spelled(work.seconds)}" if work.seconds else ""
         rate = work.done / elapsed
         left = max(work.total - work.done, 0.0) / rate
-        remaining = f", about {_spelled(left)} left" if work.total else ""
+        remaining = f", about {spelled(left)} left" if work.total else ""
         shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         return f", {shown} samples/s{remaining}"
 
@@ -168,7 +184,8 @@ class Line:
             self._stream.flush()
 
 
-def _spelled(seconds: float) -> str:
+def spelled(seconds: float) -> str:
+    """A duration, roughly."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

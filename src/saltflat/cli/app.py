@@ -17,14 +17,18 @@ from saltflat.cli.data import BUILT_IN, described, load_data
 from saltflat.cli.options import (
     MEASURED,
     Checkpoint,
+    Cluster,
     Directions,
     Html,
     Measures,
     Model,
     Request,
     Save,
+    Scale,
     Weights,
+    above,
     measure_names,
+    usable,
     with_request,
     written,
 )
@@ -45,6 +49,7 @@ app = typer.Typer(
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="JSON and nothing else on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Where errors come from.")]
 
 
@@ -227,7 +232,7 @@ def audit(
     checkpoint: Checkpoint = None,
     measures: Measures = None,
     elements: Annotated[int, typer.Option(help="Rescalings of each kind.", min=1)] = 2,
-    spread: Annotated[float, typer.Option(help="The largest factor.")] = 1e3,
+    spread: Annotated[float, typer.Option(help="The largest factor.", callback=above(1.0))] = 1e3,
     save: Save = None,
     html: Html = None,
     *,
@@ -284,7 +289,9 @@ def landscape(
     ),
     dimensions: Annotated[int, typer.Option(help="A line or a plane.", min=1, max=2)] = 2,
     points: Annotated[int, typer.Option(help="Along each direction.", min=2)] = 25,
-    span: Annotated[float | None, typer.Option(help="From -span to span.")] = None,
+    span: Annotated[
+        float | None, typer.Option(help="From -span to span.", callback=above(0.0))
+    ] = None,
     accuracy: Annotated[bool, typer.Option("--accuracy", help="That of the labels too.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png, .svg, .pdf.")] = None,
     save: Annotated[
@@ -330,6 +337,44 @@ def bench(
         options = {**request.search(), **request.arguments(loaded)}
         result = speed.bench(loaded, data, options, repeats)
         request.voice.result(result, result.content)
+
+
+@app.command(
+    epilog=_example(
+        "reproduce",
+        "reproduce minimum-sharpness --workers 2",
+        "reproduce minimum-sharpness/figure-1 --size full --device cuda",
+    )
+)
+def reproduce(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="An experiment, a paper, or all.", show_default=False),
+    ] = None,
+    size: Annotated[Scale, typer.Option(help="Minutes on two cores, or a GPU's.")] = Scale.small,
+    on: Annotated[Cluster, typer.Option(help="This machine, or a Ray cluster.")] = Cluster.here,
+    workers: Annotated[
+        int, typer.Option(help="Processes; on Ray, how many share one GPU.", min=1)
+    ] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
+    folder: Annotated[Path, typer.Option(help="Results, by experiment and size.")] = (
+        Path("reproduced")
+    ),
+    json: Json = False,
+    quiet: Quiet = False,
+    traceback: Traceback = False,
+) -> None:
+    """Run experiments of the papers, or go on with them; without a name, list them."""
+    voice = Voice(json, quiet, traceback)
+    with speaking(voice):
+        # Not before: it brings all the experiments, and --help should not wait for them.
+        reproducing = import_module("saltflat.cli.reproducing")
+        if name is None:
+            listing = reproducing.Listing()
+            voice.result(listing, listing.content)
+            return
+        how = {"on": on.value, "device": usable(device), "workers": workers}
+        reproducing.run(voice, name, size.value, folder, how)
 
 
 @app.command(epilog=_example("data", "data test.npz"))

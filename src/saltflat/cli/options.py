@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, final, get_type_hints
 
@@ -56,6 +57,22 @@ class Directions(StrEnum):
     random = "random"
     balanced = "balanced"
     eigenvectors = "eigenvectors"
+
+
+@final
+class Scale(StrEnum):
+    """Sizes of an experiment."""
+
+    small = "small"
+    full = "full"
+
+
+@final
+class Cluster(StrEnum):
+    """Where a sweep runs."""
+
+    here = "here"
+    ray = "ray"
 
 
 def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
@@ -109,6 +126,17 @@ def written(*suffixes: str) -> Callable[[Path | None], Path | None]:
         if path is not None and not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"There is no folder {path.parent}.")
         return path
+
+    return check
+
+
+def above(least: float) -> Callable[[float | None], float | None]:
+    """Checks a number that must be finite and above another one."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not least < value < inf:
+            raise typer.BadParameter(f"It must be a finite number above {least:g}. Got {value:g}.")
+        return value
 
     return check
 
@@ -173,7 +201,10 @@ class Request:
         Matrix.hessian
     )
     tolerance: Annotated[
-        float, _option("--tolerance", help="Relative error of estimates.", panel=_HOW)
+        float,
+        _option(
+            "--tolerance", help="Relative error of estimates.", panel=_HOW, callback=above(0.0)
+        ),
     ] = 0.05
     seed: Annotated[int, _option("--seed", help="Of all that is random.", panel=_HOW, min=0)] = 0
     device: Annotated[str, _option("--device", help="cpu, cuda, cuda:1, mps.", panel=_HOW)] = "cpu"
@@ -202,7 +233,7 @@ class Request:
                 self.voice.note(note)
         elif name.startswith("zoo:"):
             self.voice.note("the model has random weights; give trained ones by --checkpoint")
-        return model.to(_device(self.device))
+        return model.to(usable(self.device))
 
     def load_data(self) -> Any:
         if self.data is None:
@@ -250,7 +281,8 @@ def _own_dtype(model: nn.Module) -> torch.dtype | None:
     return next((d for d in (torch.float64, torch.float32) if dtypes == {d}), None)
 
 
-def _device(name: str) -> torch.device:
+def usable(name: str) -> torch.device:
+    """The device of that name, if there is one."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
