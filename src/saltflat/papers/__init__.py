@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from saltflat.papers import minimum_sharpness, relative_flatness
+from saltflat.papers import minimum_sharpness, normalized_sharpness, relative_flatness
 from saltflat.papers.experiment import Experiment, Reproduction, Row, Size, reproduce
 
 __all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduce"]
 
 # By name, "paper/figure".
-_ALL: tuple[Experiment, ...] = (*minimum_sharpness.EXPERIMENTS, *relative_flatness.EXPERIMENTS)
+_ALL: tuple[Experiment, ...] = (
+    *minimum_sharpness.EXPERIMENTS,
+    *normalized_sharpness.EXPERIMENTS,
+    *relative_flatness.EXPERIMENTS,
+)
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
