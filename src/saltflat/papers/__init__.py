@@ -5,6 +5,7 @@ from __future__ import annotations
 from saltflat.papers import (
     bn_sharpness,
     minimum_sharpness,
+    normalized_sharpness,
     relative_flatness,
     reparameterization,
 )
@@ -15,8 +16,9 @@ __all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduc
 # By name, "paper/figure".
 _ALL: tuple[Experiment, ...] = (
     *minimum_sharpness.EXPERIMENTS,
-    *relative_flatness.EXPERIMENTS,
+    *normalized_sharpness.EXPERIMENTS,
     *reparameterization.EXPERIMENTS,
+    *relative_flatness.EXPERIMENTS,
     *bn_sharpness.EXPERIMENTS,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
