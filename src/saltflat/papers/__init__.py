@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from saltflat.papers.experiment import Experiment, Reproduction, Row, Size, reproduce
+from saltflat.papers.predictors import EXPERIMENTS as PREDICTORS
 
 __all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduce"]
 
 # By name, "paper/figure".
-_ALL: tuple[Experiment, ...] = ()
+_ALL: tuple[Experiment, ...] = (*PREDICTORS,)
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

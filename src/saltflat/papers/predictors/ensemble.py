@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
 Parameters = dict[str, Tensor]
-SHIFT = 2  # pixels, at most, by which augmentation moves an image
 _WARM = 3  # steps before the graph is captured: libraries set themselves up in them
 _CHUNK = 1000  # samples whose loss is evaluated at a time
 
@@ -41,7 +40,7 @@ class Recipe:
     weight_decay: Tensor
     rho: Tensor  # SAM's radius; 0 is none
     strength: Tensor  # of FAM's penalty; 0 is none
-    augmented: Tensor  # whether its images are shifted and flipped
+    augmented: Tensor  # whether its images are flipped, each with probability ½
     seeds: Sequence[int]  # of the order of its samples and of its augmentation
     momentum: float = 0.9
 
@@ -82,9 +81,9 @@ def train_until(
     step: Callable[[], None] = ensemble.step
     warm = 0
     for epoch in range(1, epochs + 1):
-        for order, places in ensemble.draw_epoch():
+        for order, flips in ensemble.draw_epoch():
             ensemble.order.copy_(order)
-            ensemble.places.copy_(places)
+            ensemble.flips.copy_(flips)
             if warm == _WARM and images.is_cuda:
                 step = _captured(step)
             step()
@@ -119,14 +118,14 @@ class _Ensemble:
         self.velocities = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.template, self.recipe, self.lr = models[0], recipe, recipe.lr.clone()
         self.images, self.labels = images, labels
-        self.padded = F.pad(images, (SHIFT,) * 4)
         self.members = torch.arange(len(models), device=images.device)[:, None]
         self.generators = [torch.Generator().manual_seed(seed) for seed in recipe.seeds]
         self.batch = batch
         self.order = torch.zeros(len(models), batch, dtype=torch.int64, device=images.device)
-        self.places = torch.zeros(3, *self.order.shape, dtype=torch.int64, device=images.device)
-        self.penalised, self.perturbed = bool((recipe.strength > 0).any()), bool(
-            (recipe.rho > 0).any()
+        self.flips = torch.zeros_like(self.order, dtype=torch.bool)
+        self.penalised, self.perturbed = (
+            bool((recipe.strength > 0).any()),
+            bool((recipe.rho > 0).any()),
         )
         self.gradients = vmap(grad_and_value(self._objective))
 
@@ -145,31 +144,23 @@ class _Ensemble:
         return loss
 
     def draw_epoch(self) -> list[tuple[Tensor, Tensor]]:
-        """The samples of each step of one epoch, and how they are shifted and flipped."""
-        n, shape = len(self.images), (2, len(self.images))
-        orders, places = [], []
-        for generator, augmented in zip(
+        """The samples of each step of one epoch, and which of them are flipped; whole batches."""
+        orders, flips = [], []
+        for generator, is_augmented in zip(
             self.generators, self.recipe.augmented.tolist(), strict=True
         ):
-            orders.append(torch.randperm(n, generator=generator))
-            shifts = torch.randint(2 * SHIFT + 1, shape, generator=generator)
-            flips = torch.randint(2, (1, n), generator=generator)
-            drawn = torch.cat([shifts, flips])
-            still = torch.tensor([SHIFT, SHIFT, 0])[:, None].expand_as(drawn)
-            places.append(drawn if augmented else still)
-        order = torch.stack(orders).to(self.images.device)
-        place = torch.stack(places, 1).to(self.images.device)
-        pieces = zip(order.split(self.batch, 1), place.split(self.batch, 2), strict=True)
-        return [(a, b) for a, b in pieces if a.shape[1] == self.batch]  # whole batches
+            orders.append(torch.randperm(len(self.images), generator=generator))
+            coins = torch.randint(2, (len(self.images),), generator=generator) > 0
+            flips.append(coins & is_augmented)
+        order = torch.stack(orders).to(self.images.device).split(self.batch, 1)
+        flip = torch.stack(flips).to(self.images.device).split(self.batch, 1)
+        steps = len(self.images) // self.batch
+        return list(zip(order[:steps], flip[:steps], strict=True))
 
     def _inputs(self) -> Tensor:
-        """The images of this step, each where it was moved to."""
-        height, width = self.images.shape[1:]
-        down, right, flip = self.places[..., None]
-        rows = torch.arange(height, device=down.device) + down
-        columns = torch.arange(width, device=down.device)
-        columns = columns + flip * (width - 1 - 2 * columns) + right
-        return self.padded[self.order[..., None, None], rows[..., None], columns[..., None, :]]
+        """The images of this step."""
+        x = self.images[self.order]
+        return torch.where(self.flips[..., None, None], x.flip(-1), x)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,15 +1,15 @@
 """Rank correlations of a measure with a gap over a pool of networks, plain and conditional.
 
 All of them are made of the signs of differences between two networks, sign(μ_i − μ_j) and
-sign(g_i − g_j), so that a bootstrap draw, which counts network i w_i times, is a quadratic form in w.
-A draw is worth what the statistic is on the data with network i repeated w_i times.
+sign(g_i − g_j). So a bootstrap draw, in which network i is there w_i times, needs quadratic forms
+in w alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import final
 
 import numpy as np
@@ -89,7 +89,11 @@ def tau(a: Array, b: Array, weights: Weights, pairs: Array | None = None) -> NDA
 
 
 def partial_tau(a: Array, b: Array, given: Array, weights: Weights) -> NDArray[np.float64]:
-    """Kendall's partial τ: (τ_ab − τ_ac τ_bc) / √((1 − τ_ac²)(1 − τ_bc²))."""
+    """Kendall's partial τ: (τ_ab − τ_ac τ_bc) / √((1 − τ_ac²)(1 − τ_bc²)).
+
+    It is not quite 0 where a and b are independent given c: a normal a that is c with a little
+    noise has a small positive one. `partial_spearman` is nearer to 0 there.
+    """
     return _partial(tau(a, b, weights), tau(a, given, weights), tau(b, given, weights))
 
 
@@ -114,8 +118,8 @@ def partial_spearman(a: Array, b: Array, given: Array, weights: Weights) -> NDAr
 def _partial(
     ab: NDArray[np.float64], ac: NDArray[np.float64], bc: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    left = np.clip(1 - ac * ac, 0, None) * np.clip(1 - bc * bc, 0, None)
-    return _ratio(ab - ac * bc, np.sqrt(left))
+    left = (1 - ac * ac) * (1 - bc * bc)
+    return _ratio(ab - ac * bc, np.sqrt(np.where(left > 1e-9, left, 0.0)))
 
 
 def axis_pairs(settings: Sequence[Mapping[str, object]], axis: str) -> Array:
@@ -132,7 +136,7 @@ def axis_pairs(settings: Sequence[Mapping[str, object]], axis: str) -> Array:
 
 
 def granulated(a: Array, b: Array, pairs: Array, weights: Weights) -> NDArray[np.float64]:
-    """Ψ of one axis (Jiang et al. 2020, eq. 6): the mean over cells of τ along that axis.
+    """Ψ of one axis (Jiang et al. 2020): the mean over cells of τ along that axis.
 
     τ is here the mean of sign products, so that a measure which does not move along it has 0.
     """
@@ -142,7 +146,7 @@ def granulated(a: Array, b: Array, pairs: Array, weights: Weights) -> NDArray[np
 def mean_granulated(
     a: Array, b: Array, axes: Sequence[Array], weights: Weights
 ) -> NDArray[np.float64]:
-    """The mean of Ψ over the axes that have pairs (Jiang et al. 2020, eq. 7)."""
+    """The mean of Ψ over the axes that have pairs."""
     return np.stack([granulated(a, b, pairs, weights) for pairs in axes]).mean(0)
 
 
@@ -151,7 +155,7 @@ def information(
 ) -> NDArray[np.float64]:
     """K: the least of I(V_a, V_b | U_S) / H(V_b | U_S) over sets S of at most two hyperparameters.
 
-    Jiang et al. 2020, section 3.3. V are the signs over ordered pairs of networks, U_S the values
+    Jiang et al. 2020. V are the signs over ordered pairs of networks, U_S the values
     that both networks have in S; `known` has a list of values for each hyperparameter. Pairs with
     one gap are left out, and a tie of the measure is a third value of V_a, which tells nothing of
     the order. Of few networks it is biased upwards, as every plug-in estimate of information is.
@@ -171,7 +175,7 @@ def _least(upper: Sequence[Array], levels: Array, offsets: NDArray[np.int64]) ->
     """K of one draw; `upper` are the pairs with g_i > g_j and μ_i >, =, < μ_j."""
     halves = [pairs @ levels for pairs in upper]
     shares = []
-    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, end in pairwise(offsets):
         first = levels[:, start:end].T
         above = np.stack([first @ half[:, start:end] for half in halves])
         below = above[::-1].transpose(0, 2, 1)  # the same pairs, the other way round
