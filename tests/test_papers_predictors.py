@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from saltflat.datasets import Data
 from saltflat.papers import EXPERIMENTS
 from saltflat.papers.predictors import controls, ensemble, findings, pool
 from saltflat.papers.predictors.ensemble import Recipe, network, train_until
-from saltflat.sweep import Folder, Run, sweep
+from saltflat.sweep import Folder, Run, Settings, sweep
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -192,7 +193,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "EPOCHS", 40)
 
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "width": 16,
     "depth": 2,
     "batch": 8,
@@ -228,8 +229,8 @@ def test_networks_are_trained_and_measured(tmp_path) -> None:
     assert alone["train_loss"] == pytest.approx(done[0]["train_loss"], rel=1e-4)
 
 
-def made_up_settings() -> list[dict]:
-    return [s for s in pool.runs("full") if s["depth"] == 2 and s["batch"] == 64]
+def made_up_settings() -> list[Settings]:
+    return [s for s in pool.runs("full") if s["depth"] == 2 and s["batch"] == 32]
 
 
 def made_up(shuffled: bool = False) -> list[Run]:
@@ -252,7 +253,13 @@ def made_up(shuffled: bool = False) -> list[Run]:
         order = draw.permutation(len(runs))
         gaps = [runs[index]["gap"] for index in order]
         runs = [Run(r.settings, {**r.outcome, "gap": g}) for r, g in zip(runs, gaps, strict=True)]
-    lost = {"gap": 0.0, "loss_gap": 0.0, "epochs": None, "train_loss": "nan", "predictors": {}}
+    lost: dict[str, Any] = {
+        "gap": 0.0,
+        "loss_gap": 0.0,
+        "epochs": None,
+        "train_loss": "nan",
+        "predictors": {},
+    }
     return [*runs, Run(pool.runs("full")[1], lost)]
 
 

@@ -31,10 +31,10 @@ def test_a_draw_is_the_statistic_of_the_repeated_networks() -> None:
     weights = st.draws(list(range(60)), 5, seed=3)
     for index, counts in enumerate(weights.astype(int)):
         x, y, z = (np.repeat(v, counts) for v in (a, b, c))
-        signs = [st.signs(v) for v in (a, b, c)]
         one = weights[index : index + 1]
-        assert st.tau(*signs[:2], one)[0] == pytest.approx(stats.kendalltau(x, y)[0])
-        assert st.spearman(*signs[:2], one)[0] == pytest.approx(stats.spearmanr(x, y)[0])
+        signs = st.signs(a), st.signs(b), st.signs(c)
+        assert st.tau(signs[0], signs[1], one)[0] == pytest.approx(stats.kendalltau(x, y)[0])
+        assert st.spearman(signs[0], signs[1], one)[0] == pytest.approx(stats.spearmanr(x, y)[0])
         assert st.partial_spearman(*signs, one)[0] == pytest.approx(residual_ranks(x, y, z))
 
 
@@ -48,7 +48,7 @@ def residual_ranks(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> float:
 
 def test_partial_correlations() -> None:
     a, b, c = numbers(0) + numbers(2), numbers(1) + numbers(2), numbers(2)
-    signs = [st.signs(v) for v in (a, b, c)]
+    signs = st.signs(a), st.signs(b), st.signs(c)
     assert st.partial_spearman(*signs, ONCE)[0] == pytest.approx(residual_ranks(a, b, c))
     ab, ac, bc = (stats.kendalltau(*pair)[0] for pair in ((a, b), (a, c), (b, c)))
     expected = (ab - ac * bc) / np.sqrt((1 - ac**2) * (1 - bc**2))
@@ -170,14 +170,15 @@ def test_intervals_of_an_independent_measure_hold_zero() -> None:
     hits = {"tau": 0, "psi": 0, "partial": 0}
     for trial in range(40):
         gap, a, c = generator.normal(size=(3, len(GRID)))
-        signs, weights = [st.signs(v) for v in (a, gap, c)], st.draws(range(len(GRID)), 200, trial)
+        signs = st.signs(a), st.signs(gap), st.signs(c)
+        weights = st.draws(range(len(GRID)), 200, trial)
         own = list(pairs().values())
         hits["tau"] += st.estimate(partial(st.tau, *signs[:2]), weights).sign == 0
         hits["psi"] += st.estimate(partial(st.mean_granulated, *signs[:2], own), weights).sign == 0
         hits["partial"] += st.estimate(partial(st.partial_tau, *signs), weights).sign == 0
     assert all(33 <= count <= 40 for count in hits.values()), hits
-    signs = st.signs(gap), st.signs(gap + 0.5 * a)
-    found = st.estimate(lambda w: st.tau(*signs, w), st.draws(range(len(GRID)), 200))
+    own, other = st.signs(gap), st.signs(gap + 0.5 * a)
+    found = st.estimate(partial(st.tau, own, other), st.draws(range(len(GRID)), 200))
     assert found.sign == 1
     assert found.low < found.value < found.high
     assert found.error > 0

@@ -7,8 +7,8 @@ loss with the penalty of FAM on the last layer, or the loss at SAM's neighbour o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +45,12 @@ class Recipe:
     momentum: float = 0.9
 
     def to(self, device: torch.device) -> Recipe:
-        moved = (self.lr, self.weight_decay, self.rho, self.strength, self.augmented)
-        return Recipe(*(t.to(device) for t in moved), seeds=self.seeds, momentum=self.momentum)
+        numbers: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **numbers)
 
 
 def relative_flatness(features: Tensor, logits: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ Array = NDArray[np.float32]
 Numbers = Sequence[float] | NDArray[np.floating]
 # One row a draw, one column a network: how often it is counted.
 Weights = Array
-Statistic = Callable[[Weights], NDArray[np.floating]]
+# One number a draw.
+Drawn = NDArray[np.float64]
+Statistic = Callable[[Weights], Drawn]
 
 
 @final
@@ -68,17 +70,17 @@ def signs(values: Numbers) -> Array:
     return np.sign(v[:, None] - v[None, :]).astype(np.float32)
 
 
-def _sum(pairs: Array, weights: Weights) -> NDArray[np.float64]:
+def _sum(pairs: Array, weights: Weights) -> Drawn:
     """Σ_ij w_i w_j pairs_ij of every draw."""
-    return np.einsum("bi,bi->b", weights @ pairs, weights, dtype=np.float64)
+    return np.asarray(((weights @ pairs) * weights.astype(np.float64)).sum(1))
 
 
-def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ratio(above: Drawn, below: Drawn) -> Drawn:
     """NaN where nothing can be said: one of the two never differs."""
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 1e-12)
 
 
-def tau(a: Array, b: Array, weights: Weights, pairs: Array | None = None) -> NDArray[np.float64]:
+def tau(a: Array, b: Array, weights: Weights, pairs: Array | None = None) -> Drawn:
     """Kendall's τ_b of the signs `a` and `b`; over some pairs alone if `pairs` is 1 there, else 0.
 
     Conditional τ is that over pairs which agree in what is conditioned on.
@@ -88,7 +90,7 @@ def tau(a: Array, b: Array, weights: Weights, pairs: Array | None = None) -> NDA
     return _ratio(_sum(a * b * kept, weights), np.sqrt(untied))
 
 
-def partial_tau(a: Array, b: Array, given: Array, weights: Weights) -> NDArray[np.float64]:
+def partial_tau(a: Array, b: Array, given: Array, weights: Weights) -> Drawn:
     """Kendall's partial τ: (τ_ab − τ_ac τ_bc) / √((1 − τ_ac²)(1 − τ_bc²)).
 
     It is not quite 0 where a and b are independent given c: a normal a that is c with a little
@@ -97,27 +99,25 @@ def partial_tau(a: Array, b: Array, given: Array, weights: Weights) -> NDArray[n
     return _partial(tau(a, b, weights), tau(a, given, weights), tau(b, given, weights))
 
 
-def spearman(a: Array, b: Array, weights: Weights) -> NDArray[np.float64]:
+def spearman(a: Array, b: Array, weights: Weights) -> Drawn:
     """Pearson's correlation of the ranks; a rank is half the sum of signs, up to a constant."""
     x, y = _centred(weights @ a.T, weights), _centred(weights @ b.T, weights)
     squares = [(weights * z * z).sum(1) for z in (x, y)]
     return _ratio((weights * x * y).sum(1), np.sqrt(squares[0] * squares[1]))
 
 
-def _centred(ranks: Array, weights: Weights) -> NDArray[np.float64]:
-    ranks = ranks.astype(np.float64)
-    return ranks - np.average(ranks, axis=1, weights=weights)[:, None]
+def _centred(ranks: Array, weights: Weights) -> Drawn:
+    mean = np.average(ranks.astype(np.float64), axis=1, weights=weights)
+    return np.asarray(ranks - mean[:, None], np.float64)
 
 
-def partial_spearman(a: Array, b: Array, given: Array, weights: Weights) -> NDArray[np.float64]:
+def partial_spearman(a: Array, b: Array, given: Array, weights: Weights) -> Drawn:
     """Correlation of what is left of both ranks after a linear fit on the ranks of the third."""
     r = spearman(a, b, weights), spearman(a, given, weights), spearman(b, given, weights)
     return _partial(*r)
 
 
-def _partial(
-    ab: NDArray[np.float64], ac: NDArray[np.float64], bc: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _partial(ab: Drawn, ac: Drawn, bc: Drawn) -> Drawn:
     left = (1 - ac * ac) * (1 - bc * bc)
     return _ratio(ab - ac * bc, np.sqrt(np.where(left > 1e-9, left, 0.0)))
 
@@ -132,10 +132,10 @@ def axis_pairs(settings: Sequence[Mapping[str, object]], axis: str) -> Array:
     own = _codes([s[axis] for s in settings])
     pairs = (rest[:, None] == rest[None, :]) & (own[:, None] != own[None, :])
     in_cell = np.bincount(rest, pairs.sum(1))[rest]
-    return (pairs / np.maximum(in_cell, 1)[:, None]).astype(np.float32)
+    return np.asarray(pairs / np.maximum(in_cell, 1)[:, None], np.float32)
 
 
-def granulated(a: Array, b: Array, pairs: Array, weights: Weights) -> NDArray[np.float64]:
+def granulated(a: Array, b: Array, pairs: Array, weights: Weights) -> Drawn:
     """Ψ of one axis (Jiang et al. 2020): the mean over cells of τ along that axis.
 
     τ is here the mean of sign products, so that a measure which does not move along it has 0.
@@ -143,16 +143,12 @@ def granulated(a: Array, b: Array, pairs: Array, weights: Weights) -> NDArray[np
     return _ratio(_sum(a * b * pairs, weights), _sum(pairs, weights))
 
 
-def mean_granulated(
-    a: Array, b: Array, axes: Sequence[Array], weights: Weights
-) -> NDArray[np.float64]:
+def mean_granulated(a: Array, b: Array, axes: Sequence[Array], weights: Weights) -> Drawn:
     """The mean of Ψ over the axes that have pairs."""
-    return np.stack([granulated(a, b, pairs, weights) for pairs in axes]).mean(0)
+    return np.asarray(np.mean([granulated(a, b, pairs, weights) for pairs in axes], axis=0))
 
 
-def information(
-    a: Array, b: Array, known: Sequence[Sequence[Hashable]], weights: Weights
-) -> NDArray[np.float64]:
+def information(a: Array, b: Array, known: Sequence[Sequence[Hashable]], weights: Weights) -> Drawn:
     """K: the least of I(V_a, V_b | U_S) / H(V_b | U_S) over sets S of at most two hyperparameters.
 
     Jiang et al. 2020. V are the signs over ordered pairs of networks, U_S the values
@@ -193,7 +189,7 @@ def _normalised(counts: Array) -> float:
     return (of_gap + of_measure - both) / of_gap if of_gap > 1e-12 else np.nan
 
 
-def _entropy(p: NDArray[np.float64]) -> float:
+def _entropy(p: Drawn) -> float:
     p = p[p > 0]
     return float(-(p * np.log2(p)).sum())
 
