@@ -8,13 +8,20 @@ DOCS_STAMP := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable slow package lint bench docs clean
+.PHONY: help demo reproduce test portable slow package lint bench docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train networks on digits and measure how flat their minima are
 	@$(BIN)/python -m saltflat.demo
+
+# What was begun is gone on with. (Others: make reproduce EXPERIMENT=… SIZE=full REPRODUCE="--device cuda".)
+EXPERIMENT ?= all
+SIZE ?= small
+
+reproduce: $(STAMP) ## run the papers' experiments, on two cores (EXPERIMENT=…, SIZE=full)
+	$(BIN)/saltflat reproduce $(EXPERIMENT) --size $(SIZE) --workers 2 $(REPRODUCE)
 
 # Two workers of one thread each are faster than one worker of two threads.
 test: $(STAMP) ## run the tests
@@ -52,7 +59,7 @@ docs: $(DOCS_STAMP) ## build the documentation, docs/_build/html/index.html
 	@echo "docs/_build/html/index.html"
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist docs/_build docs/examples .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/examples docs/reproduced .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench -name __pycache__ -type d -exec rm -rf {} +
 
 # torch goes first, on its own, so that everything after it builds on the pinned one. The two peers

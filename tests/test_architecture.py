@@ -26,8 +26,8 @@ MAY_USE: dict[str, set[str]] = {
     "audit": {"curvature", "landscape", "measures", "report", "symmetries"},
     "training": {"curvature", "landscape", "measures", "report", "symmetries"},
     "integrations": {"measures", "training"},
-    "datasets": set(),
     "sweep": {"report"},
+    "datasets": set(),
     "papers": {"curvature", "datasets", "measures", "report", "sweep", "symmetries", "training"},
     "cli": {"datasets", "measures", "papers", "report", "symmetries"},
 }

@@ -9,17 +9,20 @@ from saltflat.bibliography import bibtex
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measures import MEASURES
 from saltflat.report import Comparison, Report, store
+from saltflat.reproduction import Reproduction
 from saltflat.slices import Landscape
 
-SAVED: dict[str, type[Report | Comparison | Audit | Landscape]] = {
+Saved = Report | Comparison | Audit | Landscape | Reproduction
+SAVED: dict[str, type[Saved]] = {
     "report": Report,
     "comparison": Comparison,
     "audit": Audit,
     "landscape": Landscape,
+    "reproduction": Reproduction,
 }
 
 
-def load(path: str | Path) -> Report | Comparison | Audit | Landscape:
+def load(path: str | Path) -> Saved:
     """Read any result that was saved, whatever kind it is; files say so themselves.
 
     Examples

@@ -74,7 +74,7 @@ class Work:
         self.total, self.seconds = gradients * samples, gradients * seconds
         if self.seconds <= LONG:
             return
-        words = f"about {_spelled(self.seconds)}: {gradients:.0f} gradients at {seconds:.2g} s"
+        words = f"about {spelled(self.seconds)}: {gradients:.0f} gradients at {seconds:.2g} s"
         if self._line is not None:
             self._line.begin(f"saltflat: {words}")
         if self._tell is not None:
@@ -132,7 +132,7 @@ class Line:
         work = self.work
         share = f", {min(work.done / work.total, 0.99):.0%}" if work.total else ""
         if self._rewritten:
-            text = f"saltflat: {work.step}{share}, {_spelled(elapsed)}{self._pace(elapsed)}"
+            text = f"saltflat: {work.step}{share}, {spelled(elapsed)}{self._pace(elapsed)}"
             text = text[: get_terminal_size().columns - 1]  # a longer one could not be written over
             self._write("\r" + text.ljust(self._column))
             self._column = len(text)
@@ -150,10 +150,10 @@ class Line:
         """How many gradients of a sample a second, and how long it takes at that pace."""
         work = self.work
         if not work.done:
-            return f" of about {_spelled(work.seconds)}" if work.seconds else ""
+            return f" of about {spelled(work.seconds)}" if work.seconds else ""
         rate = work.done / elapsed
         left = max(work.total - work.done, 0.0) / rate
-        remaining = f", about {_spelled(left)} left" if work.total else ""
+        remaining = f", about {spelled(left)} left" if work.total else ""
         shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         return f", {shown} samples/s{remaining}"
 
@@ -168,7 +168,8 @@ class Line:
             self._stream.flush()
 
 
-def _spelled(seconds: float) -> str:
+def spelled(seconds: float) -> str:
+    """A duration, roughly."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -17,14 +17,17 @@ from saltflat.cli.data import BUILT_IN, described, load_data
 from saltflat.cli.options import (
     MEASURED,
     Checkpoint,
+    Cluster,
     Directions,
     Html,
     Measures,
     Model,
     Request,
     Save,
+    Scale,
     Weights,
     measure_names,
+    usable,
     with_request,
     written,
 )
@@ -45,6 +48,7 @@ app = typer.Typer(
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="JSON and nothing else on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Where errors come from.")]
 
 
@@ -330,6 +334,44 @@ def bench(
         options = {**request.search(), **request.arguments(loaded)}
         result = speed.bench(loaded, data, options, repeats)
         request.voice.result(result, result.content)
+
+
+@app.command(
+    epilog=_example(
+        "reproduce",
+        "reproduce minimum-sharpness --workers 2",
+        "reproduce minimum-sharpness/figure-1 --size full --device cuda",
+    )
+)
+def reproduce(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="An experiment, a paper, or all.", show_default=False),
+    ] = None,
+    size: Annotated[Scale, typer.Option(help="Minutes on two cores, or a GPU's.")] = Scale.small,
+    on: Annotated[Cluster, typer.Option(help="This machine, or a Ray cluster.")] = Cluster.here,
+    workers: Annotated[
+        int, typer.Option(help="Processes; on Ray, how many share one GPU.", min=1)
+    ] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
+    folder: Annotated[Path, typer.Option(help="Results, by experiment and size.")] = (
+        Path("reproduced")
+    ),
+    json: Json = False,
+    quiet: Quiet = False,
+    traceback: Traceback = False,
+) -> None:
+    """Run experiments of the papers, or go on with them; without a name, list them."""
+    voice = Voice(json, quiet, traceback)
+    with speaking(voice):
+        # Not before: it brings all the experiments, and --help should not wait for them.
+        reproducing = import_module("saltflat.cli.reproducing")
+        if name is None:
+            listing = reproducing.Listing()
+            voice.result(listing, listing.content)
+            return
+        how = {"on": on.value, "device": usable(device), "workers": workers}
+        reproducing.run(voice, name, size.value, folder, how)
 
 
 @app.command(epilog=_example("data", "data test.npz"))

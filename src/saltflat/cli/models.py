@@ -21,11 +21,15 @@ FORMS = "package.module:callable, path/to/file.py:callable, program.pt2, a folde
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "ibayashi_mlp": zoo.ibayashi_mlp,
+    "ibayashi_fcnn": zoo.ibayashi_fcnn,
     "ibayashi_cnn": zoo.ibayashi_cnn,
+    "petzka_mlp": zoo.petzka_mlp,
     "lenet5": zoo.lenet5,
     "vgg11": zoo.vgg11,
     "resnet18": zoo.resnet18,
     "wide_resnet16_4": zoo.wide_resnet16_4,
+    "wide_resnet28_10": zoo.wide_resnet28_10,
+    "shape_autoencoder": zoo.shape_autoencoder,
 }
 
 

@@ -58,6 +58,22 @@ class Directions(StrEnum):
     eigenvectors = "eigenvectors"
 
 
+@final
+class Scale(StrEnum):
+    """Sizes of an experiment."""
+
+    small = "small"
+    full = "full"
+
+
+@final
+class Cluster(StrEnum):
+    """Where a sweep runs."""
+
+    here = "here"
+    ray = "ray"
+
+
 def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
@@ -202,7 +218,7 @@ class Request:
                 self.voice.note(note)
         elif name.startswith("zoo:"):
             self.voice.note("the model has random weights; give trained ones by --checkpoint")
-        return model.to(_device(self.device))
+        return model.to(usable(self.device))
 
     def load_data(self) -> Any:
         if self.data is None:
@@ -250,7 +266,8 @@ def _own_dtype(model: nn.Module) -> torch.dtype | None:
     return next((d for d in (torch.float64, torch.float32) if dtypes == {d}), None)
 
 
-def _device(name: str) -> torch.device:
+def usable(name: str) -> torch.device:
+    """The device of that name, if there is one."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

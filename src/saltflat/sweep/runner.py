@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from multiprocessing import get_context
-from time import perf_counter
-from typing import Literal, final
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Literal, get_args
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from saltflat.errors import SaltflatError
+from saltflat.errors import InvalidValue, SaltflatError
+from saltflat.sweep.cluster import on_ray
+from saltflat.sweep.jobs import Failure, Job, done, jobs_of
+from saltflat.sweep.processes import in_processes
+from saltflat.sweep.progress import Tally
 from saltflat.sweep.runs import Folder, Run, Settings, Work
 
-# "here" is a pool of processes, or this one; "ray" is the cluster that Ray is connected to.
+# "here" is this process, or several of this machine; "ray" is a cluster.
 Where = Literal["here", "ray"]
-_TRIES = 3
-
-
-@final
-@dataclass(frozen=True)
-class Job:
-    """Settings that are run in one call, and how often that was tried."""
-
-    settings: Sequence[Settings]
-    tries: int = 0
+_TOLD = 5  # failures
 
 
 def sweep(
@@ -36,106 +26,102 @@ def sweep(
     work: Work,
     folder: Folder,
     *,
+    on: Where = "here",
     device: torch.device | str = "cpu",
     workers: int = 1,
     together: Callable[[Settings], Hashable] | None = None,
     most: int = 1,
     progress: bool = True,
-    title: str = "runs",
+    title: str = "sweep",
 ) -> list[Run]:
     """Runs of all settings, in their order; those that the folder holds are not run again.
 
     Settings for which `together` says the same are given to `work` in one call, `most` at a time.
-    A run is kept as soon as it is done: a sweep that was killed goes on where it stopped.
+    A run is kept as soon as it is done: a sweep that was killed goes on where it stopped. A job
+    that raises does not stop the others, and is told in the end; one whose process dies is done
+    again, three times at most.
+
+    Parameters
+    ----------
+    settings : what to run, each once: words, numbers, booleans and None by name
+    work : called with some of the settings and the device, at the top of a module if it is called
+        in other processes; it returns one mapping a run
+    folder : of the results, a file a run
+    on : "here", or "ray": the cluster that Ray is connected to or finds
+    device : given to `work`
+    workers : processes at a time, if more than one; on Ray, how many share one GPU
+    together, most : which settings make one call, and how many at most
+    progress : whether to tell on the error stream how far it is
+    title : of the progress
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from saltflat.sweep import Folder, grid, sweep
+    >>> def work(settings, device):
+    ...     return [{"square": each["x"] ** 2} for each in settings]
+    >>> runs = sweep(grid(x=[1, 2, 3]), work, Folder(Path("squares")), progress=False)
+    >>> [run["square"] for run in runs]
+    [1, 4, 9]
     """
-    settings, device = list(settings), torch.device(device)
-    found = {folder.file(each): folder.find(each) for each in settings}
-    missing = [each for each in settings if found[folder.file(each)] is None]
-    with _bar(progress) as bar:
-        task = bar.add_task(title, total=len(settings), completed=len(settings) - len(missing))
-        for run in _done(_jobs(missing, together, most), work, device, workers):
-            folder.keep(run)
-            found[folder.file(run.settings)] = run
-            bar.advance(task)
-    return [run for each in settings if (run := found[folder.file(each)]) is not None]
-
-
-def _bar(shown: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), disable=not shown, transient=True)
-
-
-def _jobs(
-    settings: Sequence[Settings], together: Callable[[Settings], Hashable] | None, most: int
-) -> list[Job]:
-    """What is run in one call each."""
-    groups: dict[Hashable, list[Settings]] = {}
-    for index, each in enumerate(settings):
-        groups.setdefault(index if together is None else together(each), []).append(each)
-    return [
-        Job(group[start : start + most])
-        for group in groups.values()
-        for start in range(0, len(group), most)
-    ]
-
-
-def _done(jobs: Sequence[Job], work: Work, device: torch.device, workers: int) -> Iterator[Run]:
-    """Runs, as they are done; the failure of one job is told once the others are done."""
-    failures: list[tuple[Job, BaseException]] = []
-    if workers == 1:
-        for job in jobs:
-            try:
-                runs = attempt(job, work, device)
-            except Exception as error:
-                failures.append((job, error))
-            else:
-                yield from runs
-    else:
-        yield from _pooled(jobs, work, device, workers, failures)
+    if on not in get_args(Where):
+        raise InvalidValue(f"A sweep runs on 'here' or 'ray'. Got {on!r}.")
+    if workers < 1 or most < 1:
+        raise InvalidValue(f"workers and most must be 1 or more. Got {workers} and {most}.")
+    files, device = _files(settings, folder), torch.device(device)
+    found = {file: run for file, each in files.items() if (run := folder.find(each))}
+    jobs = jobs_of([each for file, each in files.items() if file not in found], together, most)
+    failures: list[Failure] = []
+    with (
+        Tally(title, len(files), len(found), progress) as tally,
+        closing(_answers(jobs, work, on, device, workers)) as answers,
+    ):
+        for answer in answers:
+            if isinstance(answer, Failure):
+                failures.append(answer)
+                tally.advance(failed=len(answer.job.settings))
+                continue
+            for run in answer:
+                found[folder.file(run.settings)] = folder.keep(run)
+            tally.advance(len(answer))
     if failures:
-        job, first = failures[0]
-        raise SaltflatError(
-            f"{len(failures)} of {len(jobs)} jobs failed; what the others found is kept. "
-            f"The first, {dict(job.settings[0])}: {type(first).__name__}: {first}"
-        ) from first
+        raise _told(failures, len(jobs))
+    return [found[file] for file in files]
 
 
-def attempt(job: Job, work: Work, device: torch.device) -> list[Run]:
-    """One call, timed; its time is shared equally by its runs."""
-    start = perf_counter()
-    outcomes = work(job.settings, device)
-    seconds = (perf_counter() - start) / len(job.settings)
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return [
-        Run(settings, outcome, seconds, machine)
-        for settings, outcome in zip(job.settings, outcomes, strict=True)
-    ]
+def _files(settings: Iterable[Settings], folder: Folder) -> dict[Path, Settings]:
+    """Where the run of each is kept."""
+    files: dict[Path, Settings] = {}
+    for each in settings:
+        file = folder.file(each)
+        if file in files:
+            raise InvalidValue(f"Settings must differ from one another. Got twice: {dict(each)}.")
+        files[file] = each
+    return files
 
 
-def _pooled(
-    jobs: Sequence[Job],
-    work: Work,
-    device: torch.device,
-    workers: int,
-    failures: list[tuple[Job, BaseException]],
-) -> Iterator[Run]:
-    """In processes; where one is killed, what was under way is done again."""
-    waiting = list(jobs)
-    while waiting:
-        threads = max(1, torch.get_num_threads() // workers)
-        with ProcessPoolExecutor(
-            workers, get_context("spawn"), torch.set_num_threads, (threads,)
-        ) as pool:
-            under_way: dict[Future[list[Run]], Job] = {
-                pool.submit(attempt, job, work, device): job for job in waiting
-            }
-            waiting = []
-            while under_way:
-                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    job, error = under_way.pop(future), future.exception()
-                    if error is None:
-                        yield from future.result()
-                    elif isinstance(error, BrokenProcessPool) and job.tries + 1 < _TRIES:
-                        waiting.append(Job(job.settings, job.tries + 1))
-                    else:
-                        failures.append((job, error))
+def _answers(
+    jobs: Sequence[Job], work: Work, on: Where, device: torch.device, workers: int
+) -> Generator[list[Run] | Failure, None, None]:
+    if not jobs:
+        return
+    if on == "ray":
+        yield from on_ray(jobs, work, device, workers)
+    elif workers > 1:
+        yield from in_processes(jobs, work, device, workers)
+    else:
+        yield from (done(job, work, device) for job in jobs)
+
+
+def _told(failures: Sequence[Failure], jobs: int) -> SaltflatError:
+    """With where it happened in the notes, which a traceback shows."""
+    first = [f"{each.job}: {each.why}" for each in failures[:_TOLD]]
+    rest = f" … and {len(failures) - _TOLD} more." if len(failures) > _TOLD else ""
+    error = SaltflatError(
+        f"{len(failures)} of {jobs} jobs failed; what the others found is kept. "
+        f"{'; '.join(first)}{rest}"
+    )
+    for each in failures[:_TOLD]:
+        if each.traceback:
+            error.add_note(each.traceback)
+    return error

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
+from saltflat.errors import InvalidType, InvalidValue
 from saltflat.report import store
 
 # Of one run: what it is called with. Numbers, words and None, so that a file can hold them.
@@ -28,15 +30,32 @@ def grid(**axes: Sequence[str | int | float | bool | None]) -> list[Settings]:
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
+def checked(settings: Settings) -> Settings:
+    """The same, if it tells runs apart and a file can hold it."""
+    if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        raise InvalidType(f"Settings must be a mapping of names to values. Got {settings!r}.")
+    for name, value in settings.items():
+        if value is not None and type(value) not in (str, int, float, bool):
+            raise InvalidType(
+                "Settings must be plain words, numbers, booleans or None, by which a run is found "
+                f"again. Got {name}={value!r}, of type {type(value).__name__}; convert it first, "
+                "as by float(…)."
+            )
+        if isinstance(value, float) and not isfinite(value):
+            raise InvalidValue(f"Settings must be finite. Got {name}={value!r}.")
+    return settings
+
+
 @final
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
+    """A finished run: what came out, how long it took, and on what with how many threads."""
 
     settings: Settings
     outcome: Outcome
     seconds: float = 0.0
     machine: str = ""
+    threads: int = 1
 
     def __getitem__(self, name: str) -> Any:
         """Of the outcome, or else of the settings."""
@@ -46,22 +65,34 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Folder:
-    """One file a run, named after its settings and written whole or not at all."""
+    """One file a run, named after its settings and written whole or not at all.
+
+    A process that is killed while it writes leaves a hidden file beside, which nothing reads.
+    """
 
     path: Path
 
     def file(self, settings: Settings) -> Path:
-        text = json.dumps(store.plain(settings), sort_keys=True)
+        text = json.dumps(dict(checked(settings)), sort_keys=True)
         return self.path / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
-    def keep(self, run: Run) -> None:
-        """Write a run down."""
-        store.save(self.file(run.settings), "A run", "run", store.plain(run))
+    def keep(self, run: Run) -> Run:
+        """Write a run down; what is returned is as it will be found."""
+        file = store.save(self.file(run.settings), "A run", "run", store.plain(run))
+        return self._read(file, run.settings)
 
     def find(self, settings: Settings) -> Run | None:
         """The run of these settings, if it is finished."""
         file = self.file(settings)
-        if not file.exists():
-            return None
-        complaint = f"{file} is not a whole run; delete it to run that one again"
-        return store.decoded(Run, store.read(file, "run"), complaint)
+        return self._read(file, settings) if file.exists() else None
+
+    def _read(self, file: Path, settings: Settings) -> Run:
+        complaint = f"{file} is damaged; delete it to run {dict(settings)} again"
+        try:
+            content = store.read(file, "run")
+        except InvalidValue as error:
+            raise InvalidValue(f"{complaint}. {error}") from error
+        run = store.decoded(Run, content, complaint)
+        if dict(run.settings) != dict(settings):
+            raise InvalidValue(f"{complaint}: it holds the run of {dict(run.settings)}.")
+        return run

@@ -1,0 +1,69 @@
+"""How far a sweep is: a bar in a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+from types import TracebackType
+from typing import final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from saltflat.work import spelled
+
+_EVERY = 30.0  # seconds between two lines of a log
+
+
+@final
+class Tally:
+    """Counts runs on the error stream, with their rate and the time that the others will take."""
+
+    def __init__(self, title: str, total: int, found: int, shown: bool = True) -> None:
+        self.title, self.total, self.found = title, total, found
+        self.done = self.failed = 0
+        self._start = self._told = perf_counter()
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not (shown and console.is_terminal),
+        )
+        self._task = self._bar.add_task(str(self), total=total, completed=found)
+        self._logged = shown and not console.is_terminal
+
+    def __enter__(self) -> Tally:
+        self._bar.start()
+        if self._logged and self.found < self.total:
+            self._log()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._bar.stop()
+        if self._logged and self.done + self.failed:
+            self._log()
+
+    def advance(self, runs: int = 0, failed: int = 0) -> None:
+        """So many more are done."""
+        self.done, self.failed = self.done + runs, self.failed + failed
+        self._bar.update(self._task, advance=runs + failed, description=str(self))
+        if self._logged and perf_counter() - self._told >= _EVERY:
+            self._log()
+
+    def __str__(self) -> str:
+        text = f"{self.title}: {self.found + self.done} of {self.total} runs"
+        if self.failed:
+            text += f", {self.failed} failed"
+        over, left = self.done + self.failed, self.total - self.found - self.done - self.failed
+        if not over:
+            return f"{text} were done before" if self.found else text
+        pace = (perf_counter() - self._start) / over
+        rate = f"{1 / pace:.1f} a second" if pace < 1 else f"{60 / pace:.1f} a minute"
+        return f"{text}, {rate}" + (f", about {spelled(pace * left)} left" if left else "")
+
+    def _log(self) -> None:
+        self._told = perf_counter()
+        print(f"saltflat: {self}", file=sys.stderr, flush=True)
