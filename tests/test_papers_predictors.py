@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import saltflat as sf
-from saltflat.datasets import Data
-from saltflat.papers import EXPERIMENTS
+from saltflat.datasets import Data, fashion_mnist
+from saltflat.papers import EXPERIMENTS, reproduce
 from saltflat.papers.predictors import controls, ensemble, findings, pool
 from saltflat.papers.predictors.ensemble import Recipe, network, train_until
 from saltflat.sweep import Folder, Run, Settings, sweep
@@ -301,3 +301,16 @@ def test_nothing_reached_is_told_and_drawn() -> None:
     lost = [replace(run, outcome={**run.outcome, "epochs": None}) for run in made_up()]
     assert findings.rows(deepcopy(lost))[0].ours == 0
     findings.draw(lost)
+
+
+@pytest.mark.slow
+def test_the_small_pool(tmp_path) -> None:
+    try:
+        fashion_mnist(download=False)
+    except sf.MissingData as reason:
+        pytest.skip(str(reason))
+    result = reproduce(pool.POOL, "small", folder=tmp_path, progress=False)
+    table = {row.what: row for row in result.rows}
+    assert table["networks of 24 that reached the training loss"].ours >= 20
+    assert table["τ with the gap: hessian_trace"].ours > 0.3  # half of them have label noise
+    assert (tmp_path / "predictors" / "pool" / "small" / "figure.png").exists()

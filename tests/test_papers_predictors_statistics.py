@@ -70,7 +70,7 @@ GRID = [
 AXES = ("width", "lr", "noise")
 
 
-def pairs() -> dict[str, st.Array]:
+def pairs() -> dict[str, st.Pairs]:
     return {axis: st.axis_pairs(GRID, axis) for axis in AXES}
 
 
@@ -165,10 +165,10 @@ def test_a_measure_that_is_the_gap_has_all_ones() -> None:
 
 
 def test_intervals_of_an_independent_measure_hold_zero() -> None:
-    """19 of 20 do, on average; a correlated one is the negative control."""
+    """19 of 20 do, on average. A correlated one is the negative control."""
     generator = np.random.default_rng(4)
     hits = {"tau": 0, "psi": 0, "partial": 0}
-    for trial in range(40):
+    for trial in range(20):
         gap, a, c = generator.normal(size=(3, len(GRID)))
         signs = st.signs(a), st.signs(gap), st.signs(c)
         weights = st.draws(range(len(GRID)), 200, trial)
@@ -176,9 +176,9 @@ def test_intervals_of_an_independent_measure_hold_zero() -> None:
         hits["tau"] += st.estimate(partial(st.tau, *signs[:2]), weights).sign == 0
         hits["psi"] += st.estimate(partial(st.mean_granulated, *signs[:2], own), weights).sign == 0
         hits["partial"] += st.estimate(partial(st.partial_tau, *signs), weights).sign == 0
-    assert all(33 <= count <= 40 for count in hits.values()), hits
-    own, other = st.signs(gap), st.signs(gap + 0.5 * a)
-    found = st.estimate(partial(st.tau, own, other), st.draws(range(len(GRID)), 200))
+    assert all(16 <= count <= 20 for count in hits.values()), hits
+    one, other = st.signs(gap), st.signs(gap + 0.5 * a)
+    found = st.estimate(partial(st.tau, one, other), st.draws(range(len(GRID)), 200))
     assert found.sign == 1
     assert found.low < found.value < found.high
     assert found.error > 0

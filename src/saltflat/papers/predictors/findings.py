@@ -28,7 +28,7 @@ AXES = (
 )
 GIVEN = "weight_norm"
 DRAWS = 500
-INFORMATION_DRAWS = 200
+INFORMATION_DRAWS = 100
 SHOWN = (
     "hessian_trace",
     "minimum_sharpness",
@@ -110,7 +110,7 @@ def _finding(pool: Pool, name: str, sought: frozenset[str]) -> Finding:
         unknown = st.Estimate(math.nan, math.nan, math.nan)
         return Finding(dict.fromkeys(sought, unknown), {}, len(pool))
     a, gap = st.signs(pool.numbers[name]), st.signs(pool.numbers["gap"])
-    axes = {axis: pairs for axis in AXES if (pairs := st.axis_pairs(pool.settings, axis)).any()}
+    axes = {axis: pairs for axis in AXES if len(pairs := st.axis_pairs(pool.settings, axis))}
     weights = st.draws(pool.cells(), DRAWS)
     statistics = {
         key: st.estimate(
@@ -125,7 +125,7 @@ def _finding(pool: Pool, name: str, sought: frozenset[str]) -> Finding:
 
 
 def _statistics(
-    pool: Pool, name: str, a: st.Array, gap: st.Array, axes: Mapping[str, st.Array]
+    pool: Pool, name: str, a: st.Array, gap: st.Array, axes: Mapping[str, st.Pairs]
 ) -> dict[str, st.Statistic]:
     """By the keys of TITLES; those that are not defined for this predictor are left out."""
     given, loss_gap = st.signs(pool.numbers[GIVEN]), st.signs(pool.numbers["loss_gap"])

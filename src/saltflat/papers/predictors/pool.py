@@ -29,7 +29,7 @@ training loss.
 **Statistics**, each with an interval over 500 bootstrap draws of networks: Kendall's τ_b with the
 gap; the same over pairs with equal label noise; Ψ of every hyperparameter and their mean; τ and
 Spearman's ρ, both partial given the weight norm; K, the least conditional mutual information given
-at most two hyperparameters (200 draws). A measure is said to predict what an interval without 0
+at most two hyperparameters (100 draws). A measure is said to predict what an interval without 0
 shows; of some 20 measures one interval in twenty misses by chance.
 """
 

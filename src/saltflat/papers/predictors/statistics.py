@@ -122,28 +122,43 @@ def _partial(ab: Drawn, ac: Drawn, bc: Drawn) -> Drawn:
     return _ratio(ab - ac * bc, np.sqrt(np.where(left > 1e-9, left, 0.0)))
 
 
-def axis_pairs(settings: Sequence[Mapping[str, object]], axis: str) -> Array:
-    """Weights of the pairs of networks that differ in one hyperparameter alone.
+@final
+@dataclass(frozen=True)
+class Pairs:
+    """Some pairs of networks, each with a weight."""
+
+    first: NDArray[np.intp]
+    second: NDArray[np.intp]
+    weight: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def axis_pairs(settings: Sequence[Mapping[str, Hashable]], axis: str) -> Pairs:
+    """The pairs of networks that differ in one hyperparameter alone.
 
     A cell is what agrees in all the others. Its pairs weigh 1 together, so that cells count alike
     also where some of their networks are missing.
     """
     rest = _codes([tuple((k, v) for k, v in s.items() if k != axis) for s in settings])
     own = _codes([s[axis] for s in settings])
-    pairs = (rest[:, None] == rest[None, :]) & (own[:, None] != own[None, :])
-    in_cell = np.bincount(rest, pairs.sum(1))[rest]
-    return np.asarray(pairs / np.maximum(in_cell, 1)[:, None], np.float32)
+    alone = (rest[:, None] == rest[None, :]) & (own[:, None] != own[None, :])
+    first, second = np.nonzero(np.triu(alone))
+    return Pairs(first, second, 1 / np.bincount(rest[first], minlength=len(rest))[rest[first]])
 
 
-def granulated(a: Array, b: Array, pairs: Array, weights: Weights) -> Drawn:
+def granulated(a: Array, b: Array, pairs: Pairs, weights: Weights) -> Drawn:
     """Ψ of one axis (Jiang et al. 2020): the mean over cells of τ along that axis.
 
     τ is here the mean of sign products, so that a measure which does not move along it has 0.
     """
-    return _ratio(_sum(a * b * pairs, weights), _sum(pairs, weights))
+    counts = weights[:, pairs.first] * weights[:, pairs.second] * pairs.weight
+    agreement = (a * b)[pairs.first, pairs.second]
+    return _ratio(np.asarray(counts @ agreement), np.asarray(counts.sum(1)))
 
 
-def mean_granulated(a: Array, b: Array, axes: Sequence[Array], weights: Weights) -> Drawn:
+def mean_granulated(a: Array, b: Array, axes: Sequence[Pairs], weights: Weights) -> Drawn:
     """The mean of Ψ over the axes that have pairs."""
     return np.asarray(np.mean([granulated(a, b, pairs, weights) for pairs in axes], axis=0))
 
@@ -169,7 +184,7 @@ def information(a: Array, b: Array, known: Sequence[Sequence[Hashable]], weights
 
 def _least(upper: Sequence[Array], levels: Array, offsets: NDArray[np.int64]) -> float:
     """K of one draw; `upper` are the pairs with g_i > g_j and μ_i >, =, < μ_j."""
-    halves = [pairs @ levels for pairs in upper]
+    halves = [pairs @ levels if pairs.any() else np.zeros_like(levels) for pairs in upper]
     shares = []
     for start, end in pairwise(offsets):
         first = levels[:, start:end].T
