@@ -6,6 +6,7 @@ from saltflat.papers import (
     bn_sharpness,
     minimum_sharpness,
     normalized_sharpness,
+    predictors,
     relative_flatness,
     reparameterization,
 )
@@ -20,5 +21,6 @@ _ALL: tuple[Experiment, ...] = (
     *reparameterization.EXPERIMENTS,
     *relative_flatness.EXPERIMENTS,
     *bn_sharpness.EXPERIMENTS,
+    *predictors.EXPERIMENTS,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}
