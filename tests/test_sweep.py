@@ -25,8 +25,8 @@ from saltflat.sweep.progress import Tally
 HERE = Path(__file__).parent
 
 
-def swept(path: Path, *arguments: Any, **options: Any) -> list[Run]:
-    return sweep(*arguments, Folder(path), progress=False, **options)
+def swept(path: Path, settings: Any, work: Any, **options: Any) -> list[Run]:
+    return sweep(settings, work, Folder(path), progress=False, **options)
 
 
 def shell(*arguments: str, **options: Any) -> subprocess.Popen[str]:
