@@ -129,9 +129,7 @@ def noisy(
         )
     largest = int(labels.max())
     if classes is not None and classes <= largest:
-        raise InvalidValue(
-            f"classes must exceed the largest label, {largest}. Got {classes}."
-        )
+        raise InvalidValue(f"classes must exceed the largest label, {largest}. Got {classes}.")
     generator = _generator(seed)
     chosen = torch.randperm(len(labels), generator=generator)[: round(ratio * len(labels))]
     result = labels.clone()
