@@ -44,7 +44,7 @@ class Tally:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._bar.stop()
-        if self._logged and self.done + self.failed:
+        if self._logged and self._last > self._told:  # since the last line
             self._log()
 
     def advance(self, runs: int = 0, failed: int = 0) -> None:
