@@ -160,6 +160,10 @@ def test_numbers_that_are_not_finite_are_saved(place: Path) -> None:
     loaded = Reproduction.load(result.save("r.json"))
     assert loaded.runs == runs
     assert str(loaded) == str(result)
+    alone = dataclasses.replace(result, rows=(Row("a", 1.0, 0.5),))
+    assert "published" in str(result)
+    assert "published" not in str(alone)  # no empty columns
+    assert "1 ± 0.5" in str(alone)
     assert result.machines == ("abacus (1 thread)", "abacus (2 threads)")
     assert "What we changed: nothing." in result.markdown()
     damaged = json.loads(Path("r.json").read_text())
