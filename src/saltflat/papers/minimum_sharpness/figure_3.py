@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import saltflat as sf
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.minimum_sharpness.small_networks import SAMPLES, TITLES, case, loss_gradient
 from saltflat.sweep import Outcome, Run, Settings
@@ -135,19 +136,13 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     table = []
     for network, n in dict.fromkeys((run["network"], run["n"]) for run in runs):
         some = [run for run in runs if (run["network"], run["n"]) == (network, n)]
-        draws = some[0]["draws"]
+        where, spent = f"{TITLES[network]}, n = {n}", f"{2 * some[0]['draws']} gradients"
         for name, (title, *_) in _WAYS.items():
-            last = np.array([run[name][-1] for run in some])
-            what = f"{TITLES[network]}, n = {n}: relative error, {title}"
-            table.append(Row(what, float(last.mean()), _error(last), note=f"{2 * draws} gradients"))
-        prices = np.array([float(run["exact_price"]) for run in some])
-        what = f"{TITLES[network]}, n = {n}: exact diagonal, in gradients"
-        table.append(Row(what, float(prices.mean()), _error(prices), note="of the same run's time"))
+            last = [run[name][-1] for run in some]
+            table.append(mean_row(f"{where}: relative error, {title}", last, note=spent))
+        what = f"{where}: exact diagonal, in gradients"
+        table.append(mean_row(what, column(some, "exact_price"), note="of the same run's time"))
     return table
-
-
-def _error(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -165,7 +160,7 @@ def draw(runs: Sequence[Run]) -> Figure:
                 errors = np.mean([run[name] for run in these], axis=0)
                 label = f"{_WAYS[name][0]}, n = {n}"
                 axes.plot(gradients, errors, line, color=colour, label=label)
-            price = np.mean([float(run["exact_price"]) for run in these])
+            price = np.mean(column(these, "exact_price"))
             axes.axvline(price, color="C2", ls=line, label=f"exact, n = {n}")
         axes.set(title=title, xscale="log", yscale="log", xlabel="gradients of the loss")
         axes.grid(alpha=0.3)
