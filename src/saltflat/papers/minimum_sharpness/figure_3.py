@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RADIUS = 1e-5  # as in the public code
+_REPEATS = 3
 _ZERO = 1e-8  # likewise: what is added to denominators
 Draw = Callable[[Tensor, Generator], tuple[Tensor, Tensor]]
 
@@ -98,18 +99,25 @@ def _approximated(setting: _Case, device: torch.device) -> Outcome:
         vector_to_parameters(weights + shift, shifted.parameters())
         return loss_gradient(shifted, x, y)
 
-    gradient(torch.zeros_like(weights))  # what is set up on first use is not timed
-    start = perf_counter()
-    float(gradient(torch.zeros_like(weights)).sum())
-    one = perf_counter() - start
-    sf.diagonal(model, (x, y), progress=False)
-    start = perf_counter()
+    at_rest = torch.zeros_like(weights)
+    one = _seconds(lambda: float(gradient(at_rest).sum()))
+    all_of_it = _seconds(lambda: sf.diagonal(model, (x, y), progress=False))
     diagonal = sf.diagonal(model, (x, y), progress=False)
-    outcome: dict[str, object] = {"exact_price": (perf_counter() - start) / one}
     exact = torch.cat([each.flatten() for each in diagonal.values()]).to(weights)
+    outcome: dict[str, object] = {"exact_price": all_of_it / one}
     for name, (_, directions, clipped) in _WAYS.items():
         outcome[name] = _errors(gradient, weights, exact, directions, clipped, setting)
     return outcome
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The least of some calls."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        call()
+        best = min(best, perf_counter() - start)
+    return best
 
 
 def _errors(
@@ -149,7 +157,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     """Errors against gradients; the vertical lines are the exact diagonal's price."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     panels = figure.subplots(1, len(TITLES), sharey=True)
     for axes, (network, title) in zip(panels, TITLES.items(), strict=True):
         some = [run for run in runs if run["network"] == network]
@@ -164,8 +172,9 @@ def draw(runs: Sequence[Run]) -> Figure:
             axes.axvline(price, color="C2", ls=line, label=f"exact, n = {n}")
         axes.set(title=title, xscale="log", yscale="log", xlabel="gradients of the loss")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=7)
     panels[0].set_ylabel("relative error of diag H, L2")
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
@@ -176,7 +185,8 @@ FIGURE_3 = Experiment(
     changed=(
         "Errors are divided by the norm of the diagonal, and drawn against the number of gradients "
         "instead of seconds.",
-        "All is in float64, so that what is left is the noise of the draws and not rounding.",
+        "All is in float64, so that rounding plays no part. Where a shift crosses the kink of a "
+        "ReLU, the gradient jumps, which finite differences take for curvature.",
         "The paper does not print the later version's formula. The public code shifts every weight "
         "by one radius and divides by twice the radius times the weight's size, which do not "
         "belong together; here the shift is relative too, and the code's way is drawn beside it.",
