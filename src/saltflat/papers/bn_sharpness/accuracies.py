@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import nan
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,9 @@ def rows(runs: Sequence[Run], published: Published) -> list[Row]:
             above = published[name, decay] - published["SGD", decay]
             table.append(_row(f"{label(name, decay)} above SGD (points)", gains, above))
     losses = {key: [float(run["loss"]) for run in _some(runs, *key)] for key in accuracies}
-    return table + [_row(f"training loss, {label(*k)}", v, None) for k, v in losses.items()]
+    table += [_row(f"training loss, {label(*k)}", v, None) for k, v in losses.items()]
+    network = runs[0]["network"] if runs else ""
+    return [replace(row, note=f"{network}, {row.note}") for row in table]
 
 
 def label(algorithm: str, decay: float) -> str:

@@ -55,7 +55,6 @@ def draw(runs: Sequence[Run]) -> Figure:
     left.set_ylabel("test accuracy (%)")
     accuracies.curves(right, runs, "losses", _PUBLISHED)
     right.set_ylabel("training loss, augmented images (nats)")
-    right.set_yscale("log")
     right.legend()
     return figure
 

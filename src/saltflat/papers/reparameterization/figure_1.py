@@ -205,6 +205,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 def _scatter(axes: Axes, runs: Sequence[Run], name: str, marker: str) -> None:
     """A colour for each batch size, the brightest being the largest, as in the paper."""
     from matplotlib import colormaps
+    from matplotlib.ticker import NullFormatter
 
     batches = sorted({int(run["batch"]) for run in runs})
     for index, batch in enumerate(batches):
@@ -213,6 +214,7 @@ def _scatter(axes: Axes, runs: Sequence[Run], name: str, marker: str) -> None:
         x, y = column(some, name), column(some, "gap")
         axes.scatter(x, y, s=18, marker=marker, color=colour, alpha=0.8, label=str(batch))
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())  # they would run into each other
     axes.grid(alpha=0.3)
 
 

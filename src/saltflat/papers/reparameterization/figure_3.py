@@ -187,6 +187,7 @@ def draw(runs: Sequence[Run]) -> Figure:
                 x, y = column(these, name), column(these, "gap")
                 place.scatter(x, y, s=16, color=colour, label=str(batch))
             place.set_xlabel(symbol)
+            place.locator_params(axis="x", nbins=4)
             place.grid(alpha=0.3)
     if some:
         axes[0][0].legend(title="batch size", fontsize="small")
