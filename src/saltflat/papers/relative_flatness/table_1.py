@@ -214,7 +214,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         panels[0].plot(place, _published(task, method), "D", mfc="none", c="black", label=label)
     panels[0].set_ylabel("test accuracy, %")
     panels[0].legend(loc="best", fontsize=8)
-    panels[1].set_yscale("log")
+    panels[1].set_ylim(bottom=0)
     panels[1].set_ylabel("relative flatness of the last layer")
     figure.suptitle(f"{task.title}: {_here(next(iter(by_method.values())))} (lines: mean ± s.e.)")
     return figure
