@@ -102,6 +102,15 @@ ENTRIES: dict[str, str] = {
   pages = {888--896},
   year = {2019},
 }""",
+    "jiang2020fantastic": """@inproceedings{jiang2020fantastic,
+  title = {Fantastic Generalization Measures and Where to Find Them},
+  author = {Jiang, Yiding and Neyshabur, Behnam and Mobahi, Hossein and Krishnan, Dilip and Bengio,
+            Samy},
+  booktitle = {International Conference on Learning Representations},
+  year = {2020},
+  eprint = {1912.02178},
+  archivePrefix = {arXiv},
+}""",
 }
 
 

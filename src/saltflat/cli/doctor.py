@@ -26,6 +26,7 @@ _OPTIONAL = {
     "matplotlib": ("pictures", "pip install 'saltflat[plots]'"),
     "transformers": ("Hugging Face folders and Trainer", "pip install 'saltflat[transformers]'"),
     "lightning": ("the Lightning callback", "pip install 'saltflat[lightning]'"),
+    "ray": ("sweeps on a cluster", "pip install 'saltflat[ray]'"),
     "pandas": ("Report.to_pandas", "pip install pandas"),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from saltflat.papers import (
     bn_sharpness,
     minimum_sharpness,
+    normalized_sharpness,
+    predictors,
     relative_flatness,
     reparameterization,
 )
@@ -15,8 +17,10 @@ __all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduc
 # By name, "paper/figure".
 _ALL: tuple[Experiment, ...] = (
     *minimum_sharpness.EXPERIMENTS,
-    *relative_flatness.EXPERIMENTS,
+    *normalized_sharpness.EXPERIMENTS,
     *reparameterization.EXPERIMENTS,
+    *relative_flatness.EXPERIMENTS,
     *bn_sharpness.EXPERIMENTS,
+    *predictors.EXPERIMENTS,
 )
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

@@ -16,7 +16,8 @@ from saltflat.datasets import Data, cifar10, mnist, noisy
 
 RATIOS = tuple(k / 10 for k in range(11))  # of labels that are random
 _SOURCES = {"mnist": mnist, "cifar10": cifar10}
-_CHUNK = 10_000
+_CLASSES = 10
+_CHUNK = 5_000
 
 
 @lru_cache(maxsize=4)
@@ -25,9 +26,9 @@ def images(name: str, train: int, test: int, device: torch.device) -> Data:
     return _SOURCES[name]().first(train, test).scaled(-1, 1).to(device)
 
 
-def with_noise(data: Data, ratio: float, seed: int) -> Data:
-    """The labels of a random part of the training set permuted; the test set as it is."""
-    return data._replace(train_y=noisy(data.train_y, ratio, seed, how="permute"))
+def with_noise(data: Data, ratio: float, seed: int, how: str = "permute") -> Data:
+    """The labels of a random part of the training set made random; the test set as it is."""
+    return data._replace(train_y=noisy(data.train_y, ratio, seed, classes=_CLASSES, how=how))
 
 
 def started(make: Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-# Functions called by functions by functions, and entries of a list or a tensor: more do not count.
-_DEEP, _LONG = 12, 10_000
+# How far values inside of values are followed, functions that call one another too, and entries of
+# a list or a tensor: what lies beyond does not count.
+_DEEP, _LONG = 8, 1_000
 
 
 def code_hash(call: Any) -> str:
@@ -47,6 +48,7 @@ def _words(value: Any, home: str, deep: int) -> Iterator[bytes]:
     elif isinstance(value, np.ndarray | np.generic | Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         if np.prod(value.shape) <= _LONG:
+            value = value if not isinstance(value, Tensor) else value.detach().to_dense()
             yield repr(value.tolist()).encode()
     elif isinstance(value, frozenset | set):
         yield repr(sorted(map(repr, value))).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, nan
 from typing import TYPE_CHECKING, final
@@ -18,12 +18,12 @@ from saltflat.papers.experiment import Row
 from saltflat.papers.random_labels import RATIOS, Order, images, scores, started, with_noise
 from saltflat.session import full_precision
 from saltflat.sweep import Outcome, Run, Settings, train_together
-from saltflat.zoo import lenet5, mlp
+from saltflat.zoo import ibayashi_fcnn, lenet5
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NETWORKS = {"fcnn": lambda: mlp([784, 512, 128, 512, 10]), "lenet": lenet5}
+_NETWORKS: dict[str, Callable[[], nn.Module]] = {"fcnn": ibayashi_fcnn, "lenet": lenet5}
 _TEST = 10_000
 _MOMENTUM, _WEIGHT_DECAY = 0.9, 1e-5  # appendix D
 _DECAY = 1e-4  # of the learning rate, a step: in the public code, not in the paper
