@@ -1,4 +1,4 @@
-"""What these pages need of Sphinx: code that is run, tables made of the code, docstrings."""
+"""What these pages need of Sphinx: code that is run, tables and pages made of it, docstrings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
+from saltflat.bibliography import ENTRIES
 from saltflat.cli.app import app
 from saltflat.measurement import EVERY_RESCALING, Symmetry
 from saltflat.measures import MEASURES, Measure
+from saltflat.papers import EXPERIMENTS, Experiment, Reproduction
+from saltflat.report import store
 
 ROOT = Path(__file__).parent.parent
 logger = logging.getLogger(__name__)
@@ -127,6 +130,67 @@ class Formula(SphinxDirective):
         )
 
 
+class Reproduced(SphinxDirective):
+    """The experiments, with links to the pages that `reproduced_pages` made."""
+
+    def run(self) -> list[nodes.Node]:
+        if not EXPERIMENTS:
+            return self.parse_text_to_nodes("There are no experiments yet.")
+        rows = ["| experiment | what | run |", "|---|---|---|"]
+        for name, experiment in EXPERIMENTS.items():
+            link = f"[{name}](reproduced/{name.replace('/', '.md#')})"
+            result = _result(name)
+            when = f"{result.size}, {result.created[:10]}" if result else "not yet"
+            rows.append(f"| {link} | {experiment.title} | {when} |")
+        pages = [f"reproduced/{paper}" for paper in _papers()]
+        tree = ["```{toctree}", ":hidden:", "", *pages, "```"]
+        return self.parse_text_to_nodes("\n".join([*rows, "", *tree]))
+
+
+RESULTS = ROOT / "docs" / "results"
+
+
+def _result(name: str) -> Reproduction | None:
+    """Of the largest size that was run, if it is among these pages."""
+    path = RESULTS / f"{name}.json"
+    return Reproduction.load(path) if path.exists() else None
+
+
+def _papers() -> dict[str, list[Experiment]]:
+    papers: dict[str, list[Experiment]] = {}
+    for name, experiment in EXPERIMENTS.items():
+        papers.setdefault(name.partition("/")[0], []).append(experiment)
+    return papers
+
+
+def reproduced_pages(app: Sphinx) -> None:
+    """Writes a page for each paper, with the figures drawn anew from the results."""
+    folder = Path(app.srcdir) / "reproduced"
+    folder.mkdir(exist_ok=True)
+    for paper, experiments in _papers().items():
+        title = re.search(r"title = \{(.*?)\},", ENTRIES[experiments[0].paper], re.DOTALL)
+        assert title is not None
+        words = " ".join(title[1].replace("{", "").replace("}", "").split())
+        sections = [_section(experiment, folder) for experiment in experiments]
+        store.write(folder / f"{paper}.md", "\n\n".join([f"# {words}", *sections]))
+    known = {RESULTS / f"{name}.json" for name in EXPERIMENTS}
+    for path in set(RESULTS.rglob("*.json")) - known:
+        logger.warning("there is no experiment for %s", path)
+
+
+def _section(experiment: Experiment, folder: Path) -> str:
+    """An experiment: figure, table, what was changed, how it was made."""
+    figure = experiment.name.partition("/")[2]
+    head, result = f"## {figure}\n\n{experiment.title}", _result(experiment.name)
+    if result is None:
+        changed = "\n".join(f"- {sentence}" for sentence in experiment.changed)
+        command = f"saltflat reproduce {experiment.name}"
+        return f"{head}\n\nNot run yet: `{command}`.\n\n{changed}\n"
+    picture = f"{experiment.name.replace('/', '-')}.png"
+    experiment.draw(result.runs).savefig(folder / picture, dpi=150)
+    return f"{head}\n\n![{experiment.title}]({picture})\n\n{result.markdown()}"
+
+
 class Test(SphinxRole):
     """The name of a test, `tests/test_x.py::test_y`, which must exist."""
 
@@ -192,6 +256,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("commands-table", CommandsTable)
     app.add_directive("measures-table", MeasuresTable)
     app.add_directive("formula", Formula)
+    app.add_directive("reproduced", Reproduced)
+    app.connect("builder-inited", reproduced_pages)
     app.add_role("test", Test())
     app.connect("autodoc-process-docstring", plain_docstring, priority=400)
     return {"version": "1", "parallel_read_safe": False}

@@ -230,6 +230,8 @@ def test_uniform_labels() -> None:
     [
         ({"ratio": 1.5}, "Got 1.5"),
         ({"how": "shuffle"}, "'shuffle'"),
+        ({"classes": 2}, "largest label, 2. Got 2"),
+        ({"seed": -3}, "Got -3"),
         ({"labels": torch.zeros(3)}, "float32"),
         ({"labels": torch.zeros(3, 2, dtype=torch.int64)}, r"\(3, 2\)"),
     ],

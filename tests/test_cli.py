@@ -23,7 +23,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
-from saltflat.cli import app, main
+from saltflat.cli import app
 from saltflat.cli.running import Code
 from saltflat.work import Line, Work
 
@@ -117,6 +117,19 @@ def test_measure_says_what_the_function_says(place: Path) -> None:
     table = run("measure", net(place, "make"), *options)
     assert "rho" in table.stdout
     assert "cost: " in table.stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_tables_say_what_to_write_on_the_command_line(
+    columns: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    said = run("measure", net(place, "make"), "--data", "data.npz").stdout
+    assert "-m all" in said
+    assert "measures=" not in said
+    run("measure", net(place, "three"), "--data", "data.npz", code=3)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    assert 'measures="all"' in str(sf.measure(make(place), (x, y)))  # and in Python what is there
 
 
 def test_options_reach_the_function(place: Path) -> None:
@@ -254,6 +267,7 @@ def test_bench_counts_in_gradients(place: Path) -> None:
 def test_data_says_where_sets_come_from(place: Path) -> None:
     assert "scikit-learn" in run("data").stdout
     assert json.loads(run("data", "--json").stdout)["digits:test"]["from"]
+    assert "fetched" in json.loads(run("data", "--json").stdout)["mnist:test"]["from"]
     assert "float64 (12, 4)" in run("data", "data.npz").stdout
     assert "first batch: inputs: float32 (8, 4)" in run("data", net(place, "loader")).stdout
     assert "float32 (1437, 64)" in run("data", "digits").stdout
@@ -267,7 +281,9 @@ def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("saltflat.cli.doctor.version", found)
     assert "pip install pandas" in run("doctor").stdout
-    assert json.loads(run("doctor", "--json").stdout)["missing"] == {"pandas": "pip install pandas"}
+    missing = json.loads(run("doctor", "--json").stdout)["missing"]
+    assert missing["pandas"] == "pip install pandas"
+    assert set(missing) <= {"pandas", "ray"}  # which few have
     monkeypatch.setattr("saltflat.cli.doctor._trace", lambda *_: 1e9)
     assert "On cpu the trace" in run("doctor", code=1).stdout
 
@@ -281,6 +297,10 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data data.npz --loss cross_entrpy", 2, ["'cross_entropy'"]),
     ("measure NET:make --data data.npz --device qpu", 2, ["qpu", "cpu"]),
     ("measure NET:make --data data.npz --samples 0", 2, ["samples"]),
+    ("measure NET:make --data data.npz --tolerance -1", 2, ["--tolerance", "above 0", "-1"]),
+    ("measure NET:make --data data.npz --tolerance nan", 2, ["--tolerance", "finite", "nan"]),
+    ("audit NET:make --data data.npz --spread 1", 2, ["--spread", "above 1"]),
+    ("landscape NET:make --data data.npz --span 0", 2, ["--span", "above 0"]),
     ("measure NET:makes --data data.npz", 3, ["makes", "'make'"]),
     ("measure NET:wants --data data.npz", 3, ["hidden"]),
     ("measure NET:broken --data data.npz", 3, ["no such thing", "line"]),
@@ -293,8 +313,12 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure zoo:lenet6 --data data.npz", 3, ["'lenet5'"]),
     ("measure zoo:mlp:4-x --data data.npz", 3, ["zoo:mlp:64-32-10"]),
     ("measure zoo:lenet5:3 --data data.npz", 3, ["takes no settings"]),
+    ("measure NET --data data.npz", 3, ["which name", ".py:NAME"]),
+    ("measure NET:make --data numbers.npz", 1, ["int64", "another loss: mse"]),
+    ("measure NET:make --data nothing.npz", 3, ["x/y", "It is empty."]),
     ("measure . --data data.npz", 3, ["config.json"]),
     ("measure NET:make --data digts", 3, ["'digits'"]),
+    ("measure NET:make --data cifar-10", 3, ["'cifar10'"]),
     ("measure NET:make --data nosuch.npz", 3, ["nosuch.npz", "data.npz"]),
     ("measure NET:make --data NET:three", 1, ["int"]),
     ("measure NET:make --data NET:empty", 1, ["empty"]),
@@ -312,6 +336,8 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
 
 @pytest.mark.parametrize(("line", "code", "words"), MISTAKES, ids=[m[0] for m in MISTAKES])
 def test_mistakes_are_explained(line: str, code: int, words: list[str], place: Path) -> None:
+    np.savez("nothing.npz")
+    np.savez("numbers.npz", x=np.ones((12, 4)), y=np.linspace(0, 1, 12))
     np.savez("empty.npz", x=np.zeros((0, 4)), y=np.zeros(0, dtype=int))
     arguments = line.replace("NET", f"{(place / 'net.txt').read_text()}.py").split()
     said = " ".join(run(*arguments, code=code).output.replace("│", " ").split())
@@ -385,7 +411,21 @@ def test_demo_runs_the_demonstration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_entry_point_is_the_command() -> None:
     project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"saltflat": f"{main.__module__.rpartition('.')[0]}:main"}
+    assert project["scripts"] == {"saltflat": "saltflat_command:main"}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path: Path, interrupted: bool) -> None:
+    if interrupted:
+        (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    code = "import sys, saltflat_command as s; sys.argv = ['saltflat', '--version']; s.main()"
+    path = os.pathsep.join([str(tmp_path), str(SOURCE)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == (130 if interrupted else 0), found.stderr
+    assert found.stdout == ("" if interrupted else f"saltflat {sf.__version__}\n")
+    assert "Traceback" not in found.stderr
 
 
 def test_as_a_module_with_pipes(place: Path) -> None:
@@ -457,7 +497,40 @@ def test_progress_tells_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stream.getvalue().rpartition("\r")[2].rstrip()) < 30
 
 
-def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_says_that_rescalings_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    sf.measure(model, data, measures=["minimum_sharpness"], progress=True)
+    steps = re.findall(r"saltflat: ([^:]*):", stream.getvalue())
+    assert steps.index("minimum_sharpness") < steps.index("searching rescalings")
+    for terminal in (False, True):  # how much is done says nothing of what is not counted
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        line = Line(stream, eager=True)
+        work = Work(line=line)
+        work.total, work.done = 100.0, 99.0
+        with work.within("searching rescalings"):
+            line._move(3.0)
+            said = "searching rescalings, 3 s" if terminal else " 3 s"
+            assert stream.getvalue().rstrip(";").endswith(said)
+        line._move(4.0)
+        assert "99%" in stream.getvalue().rpartition("3 s")[2]
+
+
+def test_a_notebook_is_not_told_of_every_step() -> None:
+    """One that is run without a browser keeps every line."""
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    with Line(stream, eager=True) as line:
+        work = Work(line=line)
+        for step in range(100):
+            work.at(f"step {step}", step, 100)
+    assert stream.getvalue() == ""
+
+
+def test_measures_and_audits_keep_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In the library, without a process: the exception carries the partial result."""
     from saltflat.errors import Interrupted
     from saltflat.measures import Rho
@@ -474,6 +547,14 @@ def test_measures_and_audits_keep_what_is_done(monkeypatch: pytest.MonkeyPatch) 
         report = caught.value.partial
         assert list(report) == ["hessian_trace"]
         assert set(report.skipped) == {"rho", "kappa_trace"}
+        for width in ("80", "200"):
+            patch.setenv("COLUMNS", width)
+            said = str(report)
+            assert "not computed" in said
+            assert "does not apply" not in said
+        page = report.save(tmp_path / "partial.html").read_text()
+        assert "rho not computed: interrupted" in page
+        assert "does not apply" not in page
         with pytest.raises(KeyboardInterrupt) as bare:
             sf.measure(model, data, measures=["rho"])
         assert not isinstance(bare.value, Interrupted)

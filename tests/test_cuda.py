@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.curvature.proof import prove
+from saltflat.sweep import train_together
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -133,3 +135,35 @@ def test_landscapes_are_those_of_the_cpu(directions: Any) -> None:
     close = 1e-3 if directions == "eigenvectors" else 1e-9
     assert there.losses == pytest.approx(here.losses, rel=close)
     assert there.accuracies == here.accuracies
+
+
+@pytest.mark.parametrize("steps", [2, 12])  # before there is a CUDA graph, and with one
+def test_ensembles_are_trained_as_one_by_one(steps: int) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double() for _ in range(3)]
+    x, y = torch.randn(20, 6, dtype=torch.float64), torch.randint(3, (3, 20))
+    rows, rates = torch.randint(20, (steps, 3, 4)), torch.rand(steps, 3, dtype=torch.float64) / 5
+    truth = copy.deepcopy(models)
+    for m, model in enumerate(truth):
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=0.01 * m)
+        for t in range(steps):
+            optimizer.param_groups[0]["lr"] = float(rates[t, m])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows[t, m]]), y[m, rows[t, m]]).backward()
+            optimizer.step()
+    there = [model.to("cuda") for model in models]
+    train_together(
+        there,
+        x.to("cuda"),
+        y.to("cuda"),
+        lambda t: rows[t],
+        steps,
+        lr=lambda t: rates[t],
+        momentum=0.9,
+        weight_decay=torch.tensor([0.0, 0.01, 0.02], dtype=torch.float64),
+    )
+    for model, other in zip(there, truth, strict=True):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(p.cpu(), q, rtol=0, atol=1e-12)
+    with pytest.raises(sf.InvalidValue, match=r"one device. Got cpu, cuda:0"):
+        train_together(there, x, y.to("cuda"), lambda t: rows[t], steps, lr=lambda t: rates[t])

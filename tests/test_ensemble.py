@@ -96,14 +96,15 @@ def test_as_sgd_one_by_one(make: Callable[[], nn.Module], momentum: float) -> No
     assert apart(models[1:] + models[:1], truth) > 1e-2  # the negative control
 
 
-def test_one_rate_for_all_and_another_loss() -> None:
+def test_one_rate_and_decay_for_all_and_another_loss() -> None:
     models, x, _, rows = problem(mlp)
     y = torch.randn(MEMBERS, SAMPLES, 3, dtype=torch.float64)
     truth = copy.deepcopy(models)
-    one_by_one(
-        truth, x, y, rows, torch.full((STEPS, MEMBERS), 0.1), torch.zeros(3), 0.0, F.mse_loss
-    )
-    train_together(models, x, y, lambda t: rows[t], STEPS, lr=lambda t: 0.1, loss=F.mse_loss)
+    rates = torch.full((STEPS, MEMBERS), 0.1, dtype=torch.float64)
+    decay = torch.full((MEMBERS,), 0.01, dtype=torch.float64)
+    one_by_one(truth, x, y, rows, rates, decay, 0.0, F.mse_loss)
+    options = {"lr": lambda t: 0.1, "weight_decay": 0.01, "loss": F.mse_loss}
+    train_together(models, x, y, lambda t: rows[t], STEPS, **options)
     assert apart(models, truth) < 1e-12
 
 

@@ -224,6 +224,40 @@ def test_learns_the_digits_at_the_rate_of_sgd() -> None:
     assert far < 0.5
 
 
+@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_the_closure_puts_the_weights_back(kind: type, call: int) -> None:
+    model, other = network(), network()
+    options = {"momentum": 0.9, "inner_momentum": 0.5, "noise": 0.1}
+    optimizer = EntropySGD(model.parameters(), 0.1, 3, **options)
+    untouched = EntropySGD(other.parameters(), 0.1, 3, **options)
+    for m, o in ((model, optimizer), (other, untouched)):
+        train(m, o, 1, closure=True)  # so that there is momentum
+    before = [p.detach().clone() for p in model.parameters()]
+    waiting = iter(BATCHES)
+    seen = []
+
+    def closure() -> Tensor:
+        seen.append(distance(model, before))
+        if len(seen) > call:
+            raise kind
+        x, y = next(waiting)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model.eval()(x), y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(kind):
+        optimizer.step(closure)
+    model.train()
+    assert (seen[-1] > 0) == (call > 0)  # they were elsewhere
+    assert distance(model, before) == 0
+    assert optimizer.at_center
+    for m, o in ((model, optimizer), (other, untouched)):
+        train(m, o, 2, closure=True)  # as if it had not been
+    assert distance(model, list(other.parameters())) == 0
+
+
 def test_running_statistics_on_request() -> None:
     model = network()
     optimizer = EntropySGD(model.parameters(), lr=0.01, steps=3, freeze_batchnorm=False)

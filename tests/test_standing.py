@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,19 @@ def test_loss_gradient_and_chance(name: str) -> None:
     assert found.chance == pytest.approx(best, rel=1e-7)
 
 
+@pytest.mark.parametrize("cuts", [[40], [1, 39], [13, 13, 14]])
+def test_chance_of_targets_far_from_zero(cuts: list[int]) -> None:
+    """Σ y² − (Σ y)²/n would leave no digit of it; the oracle's are integers, which are exact."""
+    x, _ = classes()
+    steps = torch.arange(40) % 4
+    y = (10**9 + steps).double()[:, None]
+    assert y.square().sum() - y.sum().square() / 40 != pytest.approx(50, rel=0.1)
+    data = list(zip(x.split(cuts), y.split(cuts), strict=True))
+    found = standing(nn.Linear(5, 1).double(), data, "mse")
+    exact = Fraction(int((steps**2).sum()), 40) - Fraction(int(steps.sum()), 40) ** 2
+    assert found.chance == pytest.approx(float(exact), rel=1e-7)  # the mean has 16 digits
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_of_every_sample(name: str) -> None:
     loss, y = LOSSES[name]
@@ -162,7 +177,8 @@ def test_a_minimum_is_one_and_its_surroundings_are_not() -> None:
     found = standing(model, (x, y), "mse")
     assert found.minimum
     assert found.decrease < 1e-12
-    assert found.verdict.startswith("a minimum: ")
+    assert found.word == "stationary"
+    assert found.verdict.startswith("a stationary point, perhaps a minimum: the gradient vanishes")
     assert not found.above_chance
     with torch.no_grad():
         model.weight += 0.5
@@ -209,7 +225,11 @@ def test_fitted_data_are_near_a_minimum_though_cross_entropy_has_none() -> None:
     found = standing(model, (x, torch.arange(6)))
     assert found.share > 0.1
     assert found.minimum
-    assert "nearly a minimum" in found.verdict
+    share = 100 * found.decrease / found.chance
+    assert found.verdict.startswith(
+        f"nearly a minimum: a step downhill lowers the loss by {100 * found.share:.2g} %, which is "
+        f"{share:.2g} % of the chance level"
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual"])
@@ -255,6 +275,48 @@ def test_weights_that_are_all_zero_do_not_hide_a_slope() -> None:
     found = standing(model, (x, y))
     assert found.word == "no"
     assert found.decrease > 0.1 * found.loss
+
+
+def test_a_saddle_at_zero_is_no_minimum() -> None:
+    """Of (ab − 1)² the gradient vanishes at a = b = 0, and the curvature is −2 along a = b."""
+
+    class Chain(nn.Module):
+        def __init__(self, at: float) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.full((1, 1), at).double()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.a @ self.b
+
+    ones = torch.ones(8, 1).double()
+    saddle = standing(Chain(0.0), (ones, ones), "mse")
+    assert saddle.gradient_norm == 0
+    assert saddle.word == "no"
+    assert saddle.decrease > 0.1
+    fit = standing(Chain(1.0), (ones, ones), "mse")
+    assert (fit.word, fit.gradient_norm) == ("yes", 0)  # nothing is below 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_zero_weights_at_chance_are_not_shown_to_be_a_minimum(depth: int) -> None:
+    """Symmetry holds all weights of a deep network at 0, where it does no better than constants."""
+    x, y = classes()
+    widths = [5, *[6] * (depth - 1), 3]
+    layers = [nn.Sequential(nn.ReLU(), nn.Linear(a, b)) for a, b in pairwise(widths)]
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model[-1][1].bias.copy_(torch.bincount(y).double().log())
+    found = standing(model, (x, y))
+    assert found.gradient_norm < 1e-12
+    assert not found.minimum
+    assert found.word == "no"
+    assert found.verdict.startswith("not shown to be a minimum: ")
+    assert found.verdict.endswith(f"at or above chance level, {found.chance:.4g}")
+    # Where it does better than that and the gradient vanishes, it may be one.
+    trained = standing(fitted(network(), (x, y), steps=200), (x, y))
+    assert trained.minimum
 
 
 def test_logits_whose_squares_overflow_are_followed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import os
 import signal
@@ -18,15 +19,15 @@ import sweeps
 import torch
 
 import saltflat as sf
-from saltflat.sweep import Folder, Run, grid, sweep
+from saltflat.sweep import Folder, Run, grid, sweep, train_together
 from saltflat.sweep import progress as shown
 from saltflat.sweep.progress import Tally
 
 HERE = Path(__file__).parent
 
 
-def swept(path: Path, *arguments: Any, **options: Any) -> list[Run]:
-    return sweep(*arguments, Folder(path), progress=False, **options)
+def swept(path: Path, settings: Any, work: Any, **options: Any) -> list[Run]:
+    return sweep(settings, work, Folder(path), progress=False, **options)
 
 
 def shell(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -277,3 +278,13 @@ def test_a_terminal_has_a_bar(
         tally.advance(1)
         assert "1 of 2 runs, " in str(tally)
     assert "\x1b[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("function", [sweep, train_together])
+def test_examples(
+    function: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = doctest.DocTestParser().get_doctest(function.__doc__, {}, "example", None, None)
+    assert parsed.examples
+    assert not doctest.DocTestRunner().run(parsed).failed

@@ -355,6 +355,44 @@ def test_a_wrong_rule_is_an_error(
         symmetries(model, x)
 
 
+def narrow(h: Tensor) -> Tensor:
+    """A model that cannot run in float64."""
+    if h.dtype != torch.float32:
+        raise RuntimeError("built for float32")
+    return h.relu()
+
+
+def test_a_check_in_the_models_own_precision_is_noted() -> None:
+    torch.manual_seed(0)
+    model, x = Then(narrow), torch.randn(5, 6)
+    group = symmetries(model, x)
+    assert len(group) == 4
+    (note,) = group.notes
+    assert note == "verified in its own precision: in float64 RuntimeError: built for float32"
+    assert "built for float32" in " ".join(str(group).split())
+    assert symmetries(Then(torch.relu), x).notes == ()
+
+
+def test_nothing_is_concluded_from_a_pass_that_fails_once() -> None:
+    """A failure that comes again is the model's: then the check is another one, as noted above."""
+    made, failing = 0, 0
+
+    def once(h: Tensor) -> Tensor:
+        nonlocal made
+        made += 1
+        if made == failing:
+            raise RuntimeError("by chance")
+        return h.relu()
+
+    torch.manual_seed(0)
+    assert len(symmetries(Then(once), torch.randn(5, 6))) == 4
+    assert made == 5
+    for each in range(2, 6):  # the first is the exporter's, of whose failure there is a note
+        made, failing = 0, each
+        with pytest.raises(RuntimeError, match="by chance"):
+            symmetries(Then(once), torch.randn(5, 6))
+
+
 def test_zeros_do_not_hide_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     class Biased(Then):
         def __init__(self) -> None:

@@ -75,9 +75,9 @@ def test_help_shows_the_arguments() -> None:
     assert list(inspect.signature(sf.SAM).parameters)[:3] == ["base_optimizer", "rho", "adaptive"]
 
 
-def accelerated() -> tuple[nn.Module, Any, Any]:
+def accelerated(**options) -> tuple[nn.Module, Any, Any]:
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True, **options)
     model = network()
     return *accelerator.prepare(model, sam(model)), accelerator
 
@@ -112,6 +112,73 @@ def test_accelerate_with_one_gradient_or_inside_out() -> None:
     plain = accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
     with pytest.raises(InvalidType, match=r"inside of AcceleratedOptimizer.*prepare\(model, SAM\("):
         sf.SAM(plain)
+
+
+def test_accelerate_accumulates_over_micro_batches_that_are_kept() -> None:
+    """The documented loop is plain SAM on all of them, which one micro-batch less is not."""
+    model, optimizer, accelerator = accelerated(gradient_accumulation_steps=3)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for x, y in 3 * [*zip(X.chunk(3), Y.chunk(3), strict=True)]:
+        with accelerator.accumulate(model):
+            kept.append((x, y))
+            accelerator.backward(F.cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                while optimizer.optimizer.perturb(accelerator.scaler):
+                    for a, b in kept:
+                        accelerator.backward(F.cross_entropy(model(a), b))
+                kept.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(weights, after(by_passes), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["SAM", "a list", "EntropySGD"])
+def test_closures_that_accelerate_would_drop_are_refused(kind: str) -> None:
+    model, optimizer, accelerator = accelerated(gradient_accumulation_steps=3)
+    if kind == "EntropySGD":
+        optimizer = accelerator.prepare(sf.EntropySGD(model.parameters(), lr=0.1, steps=2))
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    def closure() -> None:
+        calls.append(accelerator.sync_gradients)
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            optimizer.step([closure] if kind == "a list" else closure)
+
+    micro_batch()
+    micro_batch()
+    with pytest.raises(InvalidValue, match=r"for x, y in micro_batches: accelerator.backward\("):
+        micro_batch()
+    assert calls == []  # as would be two of three if it were not refused
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_accelerate_accumulates_elsewhere() -> None:
+    """An optimizer that was not prepared does not care; nor does one whose closure does it all."""
+    accelerated(gradient_accumulation_steps=3)
+    plain = network()
+    own = sam(plain)
+
+    def closure() -> Tensor:
+        own.zero_grad()
+        loss = F.cross_entropy(plain(X), Y)
+        loss.backward()
+        return loss
+
+    own.step(closure)
+    model, optimizer, accelerator = accelerated()
+
+    def every() -> None:
+        optimizer.zero_grad()
+        for x, y in zip(X.chunk(3), Y.chunk(3), strict=True):
+            accelerator.backward(F.cross_entropy(model(x), y) / 3)
+
+    optimizer.step(every)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")

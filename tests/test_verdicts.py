@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +221,117 @@ def test_to_pandas(three: sf.Comparison) -> None:
     assert frame.index.names == ["model", "measure"]
     assert frame.loc[("b", "rho"), "value"] == three["b"]["rho"].value
     assert frame.loc[("b", "rho"), "loss"] == three["b"].standing.loss
+
+
+def test_data_of_another_type_are_the_same_data() -> None:
+    """Values that float32 holds, and those that it rounds; another value is another."""
+    x, y = torch.randn(9, 5, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+
+    def measured(x: Tensor, y: Tensor = y) -> sf.Report:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3).to(x.dtype)
+        return sf.measure(model, (x, y), measures=["hessian_trace"])
+
+    single, double = measured(x), measured(x.double())
+    assert single.provenance.data_hash != double.provenance.data_hash
+    assert not single.compare(double).problems
+    assert verdict(single, double, "hessian_trace").word == "same function"
+    wide = x.double() + 1e-12
+    assert not measured(wide).compare(measured(wide.float())).problems
+    for other in (
+        measured(wide.float() * 1.001),
+        measured(x, y.flip(0)),
+        measured(x[:, [1, 0, 2, 3, 4]]),
+    ):
+        assert verdict(double, other, "hessian_trace").reason == "the data differ"
+    # Of one type, every digit counts.
+    assert verdict(measured(wide), double, "hessian_trace").reason == "the data differ"
+
+
+def scaled(factor: float) -> Any:
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return factor * F.cross_entropy(o, y)
+
+    return loss
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+    def forward(self, o: Tensor, y: Tensor) -> Tensor:
+        return self.factor * F.cross_entropy(o, y)
+
+
+def with_default(o: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
+    return factor * F.cross_entropy(o, y)
+
+
+LOSSES: dict[str, tuple[Any, Any, Any]] = {
+    "lambdas": (
+        lambda o, y: F.cross_entropy(o, y),
+        lambda o, y: F.cross_entropy(o, y),
+        lambda o, y: 2 * F.cross_entropy(o, y),
+    ),
+    "closures": (scaled(1.0), scaled(1.0), scaled(2.0)),
+    "modules": (Scaled(1.0), Scaled(1.0), Scaled(2.0)),
+    "methods": (Scaled(1.0).forward, Scaled(1.0).forward, Scaled(2.0).forward),
+    "partials": (
+        partial(with_default, factor=1.0),
+        partial(with_default, factor=1.0),
+        partial(with_default, factor=2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_one_name_are_told_apart(name: str, tmp_path: Path) -> None:
+    options: Any = {"measures": ["hessian_trace"]}
+    first, again, third = (
+        sf.measure(CASE.model(), CASE.data(), f, **options) for f in LOSSES[name]
+    )
+    assert len({r.provenance.loss for r in (first, again, third)}) == 1
+    assert not first.compare(again).problems
+    assert verdict(first, third, "hessian_trace").reason == "the loss differs"
+    (line,) = sf.Report.load(first.save(tmp_path / "a.json")).compare(third).problems
+    assert first.provenance.loss_code in line
+    assert third.provenance.loss_code in line
+    # Files of before, and other versions of Python, cannot tell.
+    old = replace(first, provenance=replace(first.provenance, loss_code=""))
+    assert not old.compare(third).problems
+    python = replace(first.provenance, versions={"python": "3.9.1"})
+    assert not replace(first, provenance=python).compare(third).problems
+
+
+def test_hashes_of_code_are_the_same_in_another_process() -> None:
+    """Sets of words have another order there, and objects another identity."""
+    text = """
+from saltflat.report.code import code_hash
+def helper(x): return x in {"a", "b", "c"}
+limit = 3.0
+def loss(o, y, power=(1, 2)):
+    return [helper(k) * limit for k in (o, y)]
+print(code_hash(loss))
+"""
+    found = set()
+    for seed, script in (("1", text), ("2", "# moved\n" + text), ("1", text.replace("3.0", "4.0"))):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = [sys.executable, "-c", script]
+        found.add(subprocess.run(run, env=environment, capture_output=True, text=True).stdout)
+    assert len(found) == 2
+    assert all(len(line) == 17 for line in found)
+
+
+def test_other_parameters_of_the_same_number() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    one, two, again = (
+        sf.measure(model, (x, y), parameters=[name], measures=["hessian_trace"])
+        for name in ("0.weight", "2.weight", "0.weight")
+    )
+    found = verdict(one, two, "hessian_trace")
+    assert (found.word, found.reason) == ("not comparable", "other parameters were measured")
+    assert verdict(one, again, "hessian_trace").word == "same function"
+    old = replace(one, provenance=replace(one.provenance, measured=""))
+    assert verdict(old, two, "hessian_trace").reason != "other parameters were measured"

@@ -66,8 +66,12 @@ class Loss(ABC):
         return None
 
     def tally(self, outputs: Tensor, targets: Any) -> Tensor | None:
-        """What `chance` needs of the targets, a sum over samples; None if it cannot tell."""
+        """What `chance` needs of the targets of a batch; None if it cannot tell."""
         return None
+
+    def joined(self, one: Tensor, two: Tensor) -> Tensor:
+        """The tally of two batches together: sums over samples add up."""
+        return one + two
 
     def chance(self, tally: Tensor) -> float:
         """The least sum over samples that outputs can have which are the same for all of them."""
@@ -271,8 +275,9 @@ class CrossEntropy(Loss):
         if targets.ndim < outputs.ndim:
             raise DataError(
                 f"Class targets must be int64. Got {targets.dtype} of shape "
-                f"{tuple(targets.shape)} in {where}; convert them with targets.long(), or give "
-                f"probabilities of the outputs' shape {tuple(outputs.shape)}."
+                f"{tuple(targets.shape)} in {where}; convert them with targets.long(), give "
+                f"probabilities of the outputs' shape {tuple(outputs.shape)}, or, if they are "
+                "numbers to be met, another loss: mse."
             )
         _check_shape(outputs, targets, self.name, where)
         if (self.scale(outputs, targets) < 0).any():
@@ -374,14 +379,20 @@ class MeanSquaredError(ElementwiseLoss):
         return _by_sample((outputs - targets).square())
 
     def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count, Σ y and Σ y² of every element of the outputs."""
+        """Count, mean and squares around it, of every element of the outputs."""
         y = targets.double()
-        return torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)])
+        mean = y.mean(0)
+        return torch.stack([torch.full_like(mean, len(y)), mean, (y - mean).square().sum(0)])
+
+    def joined(self, one: Tensor, two: Tensor) -> Tensor:
+        """By the pairwise formula, which loses no digits to a mean that is large."""
+        count, change = one[0] + two[0], two[1] - one[1]
+        squares = one[2] + two[2] + change.square() * (one[0] * two[0] / count)
+        return torch.stack([count, one[1] + change * (two[0] / count), squares])
 
     def chance(self, tally: Tensor) -> float:
         """Of the mean targets: the sum of the squares around them."""
-        count, first, second = tally
-        return float((second - first.square() / count).clamp(min=0).sum())
+        return float(tally[2].sum())
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.full_like(outputs, 2.0, dtype=torch.float64)

@@ -43,7 +43,15 @@ from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
 from saltflat.measurement import Measurement
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
-from saltflat.report import STANDING, Comparison, Report, Standing, provenance, standing_of
+from saltflat.report import (
+    INTERRUPTED,
+    STANDING,
+    Comparison,
+    Report,
+    Standing,
+    provenance,
+    standing_of,
+)
 from saltflat.risk import Batch, Output, Risk, Unpack
 from saltflat.symmetries import Group
 from saltflat.watch import kept
@@ -91,7 +99,7 @@ def measure(
     estimator, tolerance : for what cannot be had exactly, as in `trace`.
     seed : of the searches and estimates.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
-        (`Report.standing`), for up to 2.7 gradients.
+        (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.
     progress : True, False, or a callable of (step, done, total). By default, what will take longer
         than ten seconds is announced on the error stream, and followed by a line that moves every
         second; SALTFLAT_PROGRESS=0 in the environment silences that.
@@ -193,7 +201,7 @@ def _partial(
 ) -> Report:
     """What there is after an interruption; the rest is listed as skipped for that reason."""
     rest = [m.name for m in measures if m.name not in done and m.name not in skipped]
-    reasons = {**skipped, **dict.fromkeys(rest, "interrupted before it was computed")}
+    reasons = {**skipped, **dict.fromkeys(rest, INTERRUPTED)}
     note = f"PARTIAL: interrupted after {len(done)} of {len(measures)} measures"
     risk, first = engine.risk, engine.first
     source = provenance(risk, first.certificate, engine.matrix, engine.seed, seconds, spent)

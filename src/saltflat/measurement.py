@@ -34,7 +34,8 @@ class Measurement(Told):
     degrees : degrees of freedom of `stderr`, for Student's t; inf if exact.
     sampling : standard error of `value` as an estimate for the population that the samples come
         from, taken as independent draws; None where it is not known. Beside `stderr`, which is of
-        the value on these samples.
+        the value on these samples. Of fewer than some hundred samples, ± 2 of it hold less often
+        than 95 %, because single samples are skewed.
     gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
     bound : "lower" for a supremum that was searched for, which is at least `value`; "upper" for a
         minimum over estimated curvature, which is at most what `value` ± `stderr` estimates.

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 # Columns where nothing tells how many there are, and the least that a table is made for.
@@ -23,8 +23,10 @@ def columns() -> int:
 
 
 def plain_text(renderable: RenderableType, width: int | None = None) -> str:
-    """What rich would print, without colours."""
-    console = Console(width=width or columns(), no_color=True, highlight=False)
+    """What rich would print, without colours, also in a notebook, where it would show pages."""
+    console = Console(
+        width=width or columns(), color_system=None, highlight=False, force_jupyter=False
+    )
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
@@ -66,21 +68,27 @@ class Printed:
 
 def html_table(table: Table) -> str:
     """A table of rich's for a page, with everything in it escaped."""
-    numbers = [column.justify == "right" for column in table.columns]
-    head = _row("th", [column.header for column in table.columns], numbers)
+    styles = [_style(column) for column in table.columns]
+    head = _row("th", [column.header for column in table.columns], styles)
     rows = zip(*(column.cells for column in table.columns), strict=True)
-    body = "\n".join(_row("td", cells, numbers) for cells in rows)
+    body = "\n".join(_row("td", cells, styles) for cells in rows)
     title = f"<caption>{_text(table.title)}</caption>\n" if table.title else ""
     shown = f"<table>\n{title}<thead>\n{head}\n</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
     notes = _text(table.caption).replace("\n", "<br>\n") if table.caption else ""
     return f"{shown}\n<p>{notes}</p>" if notes else shown
 
 
-def _row(tag: str, cells: Sequence[RenderableType], right: Sequence[bool]) -> str:
-    style = ' style="text-align: right"'
+def _style(column: Column) -> str:
+    """Spelt out, as notebooks have everything to the right, and break 1e-06 at its minus."""
+    right = column.justify == "right"
+    unbroken = "; white-space: nowrap" if right or column.no_wrap else ""
+    return f"text-align: {'right' if right else 'left'}{unbroken}"
+
+
+def _row(tag: str, cells: Sequence[RenderableType], styles: Sequence[str]) -> str:
     inner = "".join(
-        f"<{tag}{style if is_right else ''}>{_text(cell)}</{tag}>"
-        for cell, is_right in zip(cells, right, strict=True)
+        f'<{tag} style="{style}">{_text(cell)}</{tag}>'
+        for cell, style in zip(cells, styles, strict=True)
     )
     return f"<tr>{inner}</tr>"
 

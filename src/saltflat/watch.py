@@ -32,6 +32,8 @@ class Tally:
     """What one pass has seen so far."""
 
     checksum: int = 0
+    values: int = 0  # the checksum of the same values in float32 and int64; of a first pass
+    types: frozenset[str] = frozenset()
     samples: int = 0
     batches: int = 0
     largest: int = 0  # samples of the largest batch
@@ -53,8 +55,24 @@ class Watch:
     def see(self, tally: Tally, content: Any, size: int) -> None:
         if not self.on:
             return
+        leaves = tree_leaves(content)
+        found = self._sum(leaves, size)
+        tally.checksum = (tally.checksum + found) % 2**64
+        if self.first is None:
+            plain = [_plain(leaf) for leaf in leaves]
+            changed = any(a is not b for a, b in zip(leaves, plain, strict=True))
+            found = self._sum(plain, size) if changed else found
+            tally.values = (tally.values + found) % 2**64
+            kinds = {str(x.dtype).removeprefix("torch.") for x in leaves if isinstance(x, Tensor)}
+            tally.types |= kinds
+        tally.samples += size
+        tally.batches += 1
+        tally.largest = max(tally.largest, size)
+
+    def _sum(self, leaves: list[Any], size: int) -> int:
+        """The sum of the samples' hashes."""
         hashes = torch.zeros(size, dtype=torch.int64)
-        for leaf in tree_leaves(content):
+        for leaf in leaves:
             if isinstance(leaf, list):  # an entry a sample
                 words = [zlib.crc32(repr(entry).encode()) for entry in leaf]
                 hashes = hashes * 31 + torch.tensor(words)
@@ -64,10 +82,7 @@ class Watch:
             own = leaf.ndim > 0 and len(leaf) == size
             hashes = hashes * 31 + self._hash(leaf if own else leaf.reshape(1, -1)).cpu()
         mixed = (hashes ^ (hashes >> 29)) * _WORD
-        tally.checksum = (tally.checksum + int(mixed.sum())) % 2**64
-        tally.samples += size
-        tally.batches += 1
-        tally.largest = max(tally.largest, size)
+        return int(mixed.sum())
 
     def end(self, tally: Tally) -> bool:
         """A pass is over: whether it was the first; an error if it differs from the first."""
@@ -107,6 +122,13 @@ class Watch:
             words = torch.randint(-(2**62), 2**62, (size,), generator=generator) * 2 + 1
             self._words[key] = words.to(device)
         return self._words[key]
+
+
+def _plain(leaf: Any) -> Any:
+    """Numbers as float32 and int64, of whatever type they are."""
+    if not isinstance(leaf, Tensor) or leaf.is_complex():
+        return leaf
+    return leaf.to(torch.float32 if leaf.is_floating_point() else torch.int64)
 
 
 @final

@@ -48,6 +48,7 @@ class Work:
         self.total = 0.0  # expected; 0 if nobody knows
         self.seconds = 0.0  # the same
         self.step = ""
+        self.counted = True  # whether the step at hand is made of passes
         self._tell, self._line = tell, line
         if line is not None:
             line.work = self
@@ -68,6 +69,17 @@ class Work:
             self._line.tell()
         if self._tell is not None:
             self._tell(step, done, total)
+
+    @contextmanager
+    def within(self, step: str) -> Iterator[None]:
+        """A part of the step that is no pass over the data; the line names it while it lasts."""
+        outer, self.step, self.counted = self.step, step, False
+        if self._line is not None and self._line.eager:
+            self._line.tell()
+        try:
+            yield
+        finally:
+            self.step, self.counted = outer, True
 
     def announce(self, gradients: float, samples: int, seconds: float) -> None:
         """So many gradients are to be computed, each of which takes so many seconds."""
@@ -90,10 +102,11 @@ class Line:
     """
 
     def __init__(self, stream: TextIO, eager: bool) -> None:
-        self.eager = eager  # from the beginning on, and at every step
+        kernel = type(stream).__module__.startswith("ipykernel")
+        # From the beginning on, and at every step; but a saved notebook may keep all that is said.
+        self.eager = eager and not kernel
         self.work = Work()
         self._stream = stream
-        kernel = type(stream).__module__.startswith("ipykernel")
         self._rewritten = kernel or stream.isatty()
         self._patience = 0.0 if eager else _SOON if self._rewritten else LONG
         self._start, self._over = perf_counter(), Event()
@@ -130,7 +143,8 @@ class Line:
 
     def _move(self, elapsed: float) -> None:
         work = self.work
-        share = f", {min(work.done / work.total, 0.99):.0%}" if work.total else ""
+        known = work.counted and work.total
+        share = f", {min(work.done / work.total, 0.99):.0%}" if known else ""
         if self._rewritten:
             text = f"saltflat: {work.step}{share}, {spelled(elapsed)}{self._pace(elapsed)}"
             text = text[: get_terminal_size().columns - 1]  # a longer one could not be written over
@@ -149,6 +163,8 @@ class Line:
     def _pace(self, elapsed: float) -> str:
         """How many gradients of a sample a second, and how long it takes at that pace."""
         work = self.work
+        if not work.counted:
+            return ""
         if not work.done:
             return f" of about {spelled(work.seconds)}" if work.seconds else ""
         rate = work.done / elapsed

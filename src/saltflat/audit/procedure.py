@@ -98,7 +98,7 @@ def audit(
     check_seed(seed)
     data = kept(data)  # one for all models
     with reporting(progress) as work:
-        work.at("symmetries", 0, 1)
+        work.at("searching rescalings", 0, 1)
         wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
         panel = Panel(
             data=data,

@@ -304,7 +304,7 @@ class Audit(Results[Audited]):
                 table.add_row(name, "–", *["" for _ in self.kinds], "does not apply", "")
             for name, price in self.left_out.items():
                 verdict = f"not computed, about {price:.0f} gradients"
-                table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK)
+                table.add_row(name, "–", *["" for _ in self.kinds], verdict, ASK.get())
         table.caption = escape("\n".join([*self._legend(), *self.notes, *self._missing(wide)]))
         return table
 
@@ -314,7 +314,7 @@ class Audit(Results[Audited]):
         lines = [f"{name}{word}: {reason}" for name, reason in self.skipped.items()]
         if self.left_out and not wide:
             prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
-            lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+            lines.append(f"not computed: {', '.join(prices)}; {ASK.get()}")
         return lines
 
     def sections(self) -> list[Section]:

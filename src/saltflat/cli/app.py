@@ -26,6 +26,7 @@ from saltflat.cli.options import (
     Save,
     Scale,
     Weights,
+    above,
     measure_names,
     usable,
     with_request,
@@ -231,7 +232,7 @@ def audit(
     checkpoint: Checkpoint = None,
     measures: Measures = None,
     elements: Annotated[int, typer.Option(help="Rescalings of each kind.", min=1)] = 2,
-    spread: Annotated[float, typer.Option(help="The largest factor.")] = 1e3,
+    spread: Annotated[float, typer.Option(help="The largest factor.", callback=above(1.0))] = 1e3,
     save: Save = None,
     html: Html = None,
     *,
@@ -288,7 +289,9 @@ def landscape(
     ),
     dimensions: Annotated[int, typer.Option(help="A line or a plane.", min=1, max=2)] = 2,
     points: Annotated[int, typer.Option(help="Along each direction.", min=2)] = 25,
-    span: Annotated[float | None, typer.Option(help="From -span to span.")] = None,
+    span: Annotated[
+        float | None, typer.Option(help="From -span to span.", callback=above(0.0))
+    ] = None,
     accuracy: Annotated[bool, typer.Option("--accuracy", help="That of the labels too.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png, .svg, .pdf.")] = None,
     save: Annotated[

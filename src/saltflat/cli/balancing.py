@@ -14,6 +14,7 @@ import saltflat as sf
 from saltflat.result import Trace
 from saltflat.risk import Risk
 from saltflat.symmetries import answers, change
+from saltflat.work import reporting
 
 _SAMPLES = 32  # on which the outputs are compared
 
@@ -69,7 +70,9 @@ def balanced(model: nn.Module, data: Any, arguments: Mapping[str, Any]) -> Balan
     )
     with risk.session():
         inputs = next(risk.batches()).part(0, _SAMPLES).inputs
-    group = sf.symmetries(model, inputs, output=output, parameters=arguments["parameters"])
+    with reporting(arguments.get("progress")) as work:
+        work.at("searching rescalings", 0, 1)
+        group = sf.symmetries(model, inputs, output=output, parameters=arguments["parameters"])
     twin = group.balance(model, data, **arguments)
     moved = change(answers(model, inputs, output), answers(twin, inputs, output))
     before, after = (sf.trace(each, data, **arguments) for each in (model, twin))

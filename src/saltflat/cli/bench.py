@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 import saltflat as sf
-from saltflat.cli.running import drawn
+from saltflat.printed import USUAL, plain_text
 from saltflat.risk import Risk
 
 
@@ -42,7 +42,7 @@ class Timings:
         return table
 
     def __str__(self) -> str:
-        return drawn(self)
+        return plain_text(self, USUAL)
 
 
 GRADIENT = "one gradient"

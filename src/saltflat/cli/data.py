@@ -116,11 +116,14 @@ def _arranged(text: str, content: Any) -> Any:
                 return _pair(text, content[inputs], content[targets])
         if "labels" in content and "input_ids" in content:
             return [dict(content)]
-    got = f"the entries {', '.join(map(repr, content))}" if isinstance(content, Mapping) else ""
+    got = f"Got {type(content).__name__}."
+    if isinstance(content, Mapping):
+        entries = ", ".join(map(repr, content))
+        got = f"Got the entries {entries}." if entries else "It is empty."
     raise LoadError(
         f"{text} must hold inputs and targets under one of these names: "
         f"{', '.join('/'.join(pair) for pair in _PAIRS)}; or input_ids, labels and what else the "
-        f"model takes. Got {got or type(content).__name__}."
+        f"model takes. {got}"
     )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import saltflat as sf
 from saltflat.cli.options import devices
-from saltflat.cli.running import drawn
+from saltflat.printed import USUAL, plain_text
 
 _NEEDED = ("torch", "numpy", "scipy", "rich", "typer", "jinja2", "plotly", "safetensors")
 # package -> what it is for, and the line that installs it
@@ -26,6 +26,7 @@ _OPTIONAL = {
     "matplotlib": ("pictures", "pip install 'saltflat[plots]'"),
     "transformers": ("Hugging Face folders and Trainer", "pip install 'saltflat[transformers]'"),
     "lightning": ("the Lightning callback", "pip install 'saltflat[lightning]'"),
+    "ray": ("sweeps on a cluster", "pip install 'saltflat[ray]'"),
     "pandas": ("Report.to_pandas", "pip install pandas"),
 }
 
@@ -69,7 +70,7 @@ class Findings:
         return table
 
     def __str__(self) -> str:
-        return drawn(self)
+        return plain_text(self, USUAL)
 
 
 def examine() -> Findings:

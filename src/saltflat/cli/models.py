@@ -67,6 +67,8 @@ def _unknown(text: str) -> str:
             f"{text} holds weights, and what they are the weights of is not in it. Name the model, "
             f"and give the file by --checkpoint {text}."
         )
+    if Path(text).suffix == ".py":
+        return f"{text} is a file; which name in it makes the model? Write {text}:NAME."
     return f"{text!r} names no model. Known forms: {FORMS}."
 
 

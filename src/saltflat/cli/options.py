@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, final, get_type_hints
 
@@ -129,6 +130,17 @@ def written(*suffixes: str) -> Callable[[Path | None], Path | None]:
     return check
 
 
+def above(least: float) -> Callable[[float | None], float | None]:
+    """Checks a number that must be finite and above another one."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not least < value < inf:
+            raise typer.BadParameter(f"It must be a finite number above {least:g}. Got {value:g}.")
+        return value
+
+    return check
+
+
 Save = Annotated[
     Path | None,
     _option("--save", help="Write the result to FILE.json.", panel=_OUT, callback=written(".json")),
@@ -189,7 +201,10 @@ class Request:
         Matrix.hessian
     )
     tolerance: Annotated[
-        float, _option("--tolerance", help="Relative error of estimates.", panel=_HOW)
+        float,
+        _option(
+            "--tolerance", help="Relative error of estimates.", panel=_HOW, callback=above(0.0)
+        ),
     ] = 0.05
     seed: Annotated[int, _option("--seed", help="Of all that is random.", panel=_HOW, min=0)] = 0
     device: Annotated[str, _option("--device", help="cpu, cuda, cuda:1, mps.", panel=_HOW)] = "cpu"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from saltflat.errors import Interrupted, LoadError, SaltflatError
-from saltflat.report import store
+from saltflat.report import ASK, store
 
 
 @final
@@ -94,6 +94,7 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
     aside = redirect_stdout(sys.stderr) if voice.json else nullcontext()
     with warnings.catch_warnings(), aside:
         warnings.showwarning = lambda message, *_, **__: voice.note(str(message))
+        asked = ASK.set("-m all")
         try:
             yield
         except Interrupted as stop:
@@ -110,6 +111,8 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
             code = Code.NOT_LOADED if isinstance(error, LoadError) else Code.FAILED
             voice.failure(error, _in_words(error, voice), code)
             raise typer.Exit(code) from error
+        finally:
+            ASK.reset(asked)
 
 
 def _in_words(error: Exception, voice: Voice) -> str:
@@ -120,14 +123,6 @@ def _in_words(error: Exception, voice: Voice) -> str:
     if isinstance(error, MemoryError) or "memory" in words.lower():
         return f"{words} Take fewer samples (--samples), or another device (--device cpu)."
     return words if voice.traceback else f"{words} Run it again with --traceback to see where."
-
-
-def drawn(renderable: RenderableType) -> str:
-    """What rich prints in 80 columns, without colours."""
-    console = Console(width=80, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get().rstrip()
 
 
 def keep(voice: Voice, result: Any, *paths: Path | None) -> None:

@@ -729,7 +729,7 @@ class _Search:
             by = " and ".join(sorted({_SAID.get(rules[name], rules[name]) for name in curved}))
             part = f"their Gauss–Newton part is {'exact' if known else 'drawn too'}"
             self.findings.say(
-                f"Hessian blocks of {len(curved)} parameters are estimated by {by} with "
+                f"Hessian {_blocks(len(curved))} estimated by {by} with "
                 f"{tally.count} draws, {part}: {why}."
             )
         return None
@@ -821,13 +821,14 @@ class _Search:
         why = "; ".join(sorted({self.reasons[n] for n in names}))
         if all(quantity.exact(names) for quantity in self.findings.quantities.values()):
             self.findings.notes.append(
-                f"{len(names)} blocks are written out by products with the Hessian: {why}."
+                f"{len(names)} {'blocks are' if len(names) > 1 else 'block is'} written out by "
+                f"products with the Hessian: {why}."
             )
             return
         matrix = "Hessian" if self.hessian else "Gauss–Newton"
         exact = self.hessian and not self.joint
         self.findings.say(
-            f"{matrix} blocks of {len(names)} parameters are estimated by "
+            f"{matrix} {_blocks(len(names))} estimated by "
             f"{type(self.estimator).__name__} with {self.estimator.probes} probes: {why}."
             + (" Exact Gauss–Newton values: curvature='ggn'." if exact else "")
         )
@@ -880,6 +881,10 @@ def _by_kind(values: Mapping[tuple[Kind, str], Tensor]) -> dict[Kind, dict[str, 
     for (kind, name), value in values.items():
         kinds.setdefault(kind, {})[name] = value
     return kinds
+
+
+def _blocks(count: int) -> str:
+    return f"blocks of {count} parameters are" if count > 1 else "block of 1 parameter is"
 
 
 def _classified(risk: Risk, outputs: Tensor, few: Batch) -> CustomLoss | JointLoss:

@@ -187,8 +187,7 @@ def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -
     plan: Plan | None = risk.plans.get(_key(batch, certify))
     if plan is not None and (not own or plan.was_made_of(batch)):
         return plan
-    # A few samples, and no more than a small share of the work ahead.
-    size = batch.size if batch.size <= 4 else min(8, max(2, batch.size // 32))
+    size = min(_LOOK, batch.size)
     try:
         plan = _examine_some(risk, batch, size, certify)
     except Exception as error:
@@ -222,6 +221,7 @@ def _examine_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan
     return replace(plan, places=tuple(batch.places(plan.samples)))
 
 
+_LOOK = 8  # samples to look at: what only others pass through is not compared with differences
 _ENOUGH = 32  # samples to look through for one that moves every parameter
 
 

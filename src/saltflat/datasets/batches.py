@@ -65,8 +65,7 @@ class Batches:
             raise DataError(f"Inputs are on {x.device} and labels on {y.device}.")
         if size < 1 or (drop_last and size > len(x)):
             raise InvalidValue(f"size must be from 1 to {len(x)}. Got {size}.")
-        if seed < 0:
-            raise InvalidValue(f"seed must not be negative. Got {seed}.")
+        _generator(seed)  # refuses it, if it must
         self.x, self.y, self.size, self.seed = x, y, size, seed
         self.shuffle, self.augment, self.drop_last = shuffle, augment, drop_last
         self.epoch = 0
@@ -128,6 +127,9 @@ def noisy(
             f"labels must be whole numbers, one a sample. Got {labels.dtype} of shape "
             f"{tuple(labels.shape)}."
         )
+    largest = int(labels.max())
+    if classes is not None and classes <= largest:
+        raise InvalidValue(f"classes must exceed the largest label, {largest}. Got {classes}.")
     generator = _generator(seed)
     chosen = torch.randperm(len(labels), generator=generator)[: round(ratio * len(labels))]
     result = labels.clone()
@@ -135,13 +137,14 @@ def noisy(
         other = chosen[torch.randperm(len(chosen), generator=generator)]
         result[chosen.to(labels.device)] = labels[other.to(labels.device)]
     else:
-        most = int(labels.max()) + 1 if classes is None else classes
-        drawn = torch.randint(most, (len(chosen),), generator=generator)
+        drawn = torch.randint(classes or largest + 1, (len(chosen),), generator=generator)
         result[chosen.to(labels.device)] = drawn.to(labels)
     return result
 
 
 def _generator(*key: int) -> Generator:
-    """A generator of the CPU whose stream is a different one for every key."""
+    """A generator of the CPU whose stream is a different one for every key, seed first."""
+    if key[0] < 0:
+        raise InvalidValue(f"seed must not be negative. Got {key[0]}.")
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return Generator().manual_seed(int(state[0]))

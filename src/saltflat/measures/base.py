@@ -67,9 +67,10 @@ class Context:
         """Every rescaling of the trainable parameters that keeps the model's function."""
         if self._group is None:
             inputs = next(self.risk.batches()).part(0, 2).inputs
-            self._group = symmetries(
-                self.risk.model, inputs, output=self.risk.output, parameters="trainable"
-            )
+            with self.risk.work.within("searching rescalings"):
+                self._group = symmetries(
+                    self.risk.model, inputs, output=self.risk.output, parameters="trainable"
+                )
         return self._group
 
     def landscape(self) -> RiskSurface:

@@ -79,6 +79,11 @@ class NeuronwiseMinimumSharpness(Measure):
     balancing. It carries minimum sharpness (Ibayashi et al. 2021) from layers to units. Of
     estimated curvature the value is an upper bound with an error: see
     `saltflat.measures.cross_fit`.
+
+    `sampling` is not known: it is that of Σ diag ∘ exp(−2(e_o − e_i)) at the minimum, which does
+    not move to first order, but the scales are known when the samples' own diagonals are gone. It
+    is had for a second sweep, as `hessian_trace` of `symmetries(model, x).balance(model, data)`,
+    whose trace is this value.
     """
 
     name: ClassVar[str] = "neuronwise_minimum_sharpness"

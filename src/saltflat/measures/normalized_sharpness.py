@@ -42,6 +42,9 @@ class NormalizedSharpness(Measure):
     Of an estimated h (a network that is not piecewise linear, too many directions) the value is an
     upper bound with an error, in which negative entries count as they are
     (`normalized_bound`).
+
+    `sampling` is not known: to first order it is that of Σ h (σσ')² at the minimum, but σ and σ'
+    are known when the samples' own h are gone.
     """
 
     lam: float = 0.5

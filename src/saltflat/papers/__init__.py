@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from saltflat.papers import predictors, relative_flatness
+from saltflat.papers import (
+    bn_sharpness,
+    minimum_sharpness,
+    normalized_sharpness,
+    predictors,
+    relative_flatness,
+    reparameterization,
+)
 from saltflat.papers.experiment import Experiment, Reproduction, Row, Size, reproduce
 
 __all__ = ["EXPERIMENTS", "Experiment", "Reproduction", "Row", "Size", "reproduce"]
 
 # By name, "paper/figure".
-_ALL: tuple[Experiment, ...] = (*relative_flatness.EXPERIMENTS, *predictors.EXPERIMENTS)
+_ALL: tuple[Experiment, ...] = (
+    *minimum_sharpness.EXPERIMENTS,
+    *normalized_sharpness.EXPERIMENTS,
+    *reparameterization.EXPERIMENTS,
+    *relative_flatness.EXPERIMENTS,
+    *bn_sharpness.EXPERIMENTS,
+    *predictors.EXPERIMENTS,
+)
 EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

@@ -20,6 +20,8 @@ from saltflat.datasets import Batches, Data
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Of the part of the training that is done, from 0 to 1: what the learning rate is multiplied by.
 Schedule = Callable[[float], float]
+Pair = tuple[Tensor, Tensor]  # inputs and targets of a batch
+_STREAM = 1_000_003  # between the seeds of orders that have nothing to do with each other
 
 
 def one_cycle(warm: float = 0.25) -> Schedule:
@@ -63,6 +65,7 @@ def fit(
     loss: Loss = F.cross_entropy,
     seed: int = 0,
     fast: bool = False,
+    apart: bool = False,
     after_epoch: Callable[[int], None] | None = None,
 ) -> History:
     """Train a model on the device that it and the data are on; it is left in training mode.
@@ -70,8 +73,9 @@ def fit(
     The seed fixes the batches, what `augment` draws and what the model draws (dropout); the
     weights that it starts from are the caller's. `penalty` is called with a batch's targets after
     the forward pass, as `sf.FAM` is, and added to the loss. `schedule` sets the learning rate of
-    every step. `after_epoch` is called with the number of epochs done; the model is given back to
-    training mode after it.
+    every step. With `apart`, an `sf.BNSharpnessSGD` takes the gradients at its two shifted points
+    on batches of their own. `after_epoch` is called with the number of epochs done; the model is
+    given back to training mode after it.
 
     On a GPU `fast` takes bfloat16 autocast, and for images the layout channels-last, in which the
     model is left. Without it, and on the CPU, all is float32, without TF32. No step waits for the
@@ -80,7 +84,10 @@ def fit(
     x = data.train_x
     pace = _Pace(x, fast)
     pace.lay_out(model)
-    batches = Batches(x, data.train_y, batch, seed=seed, augment=augment)
+    batches, *others = (
+        Batches(x, data.train_y, batch, seed=seed + stream * _STREAM, augment=augment)
+        for stream in range(3 if apart else 1)
+    )
     steps = _Steps(model, optimizer(model), loss, penalty, schedule, epochs * len(batches), pace)
     sums = torch.zeros(epochs, device=x.device)
     start = perf_counter()
@@ -88,8 +95,8 @@ def fit(
         torch.manual_seed(seed)
         for epoch in range(epochs):
             model.train()
-            for inputs, targets in batches:
-                sums[epoch] += steps.step(inputs, targets) * len(targets)
+            for pair, *further in zip(batches, *others, strict=True):
+                sums[epoch] += steps.step(pair, *further) * len(pair[1])
             steps.end_epoch()
             if after_epoch is not None:
                 after_epoch(epoch + 1)
@@ -140,26 +147,29 @@ class _Steps:
         self.pace = pace
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def step(self, batch: Pair, *others: Pair) -> Tensor:
         """One step on a batch; its loss before the step, on the device."""
         if self.schedule is not None:
             factor = self.schedule(self.done / self.steps)
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
         self.done += 1
+        closure, *further = (self._closure(*each) for each in (batch, *others))
+        if isinstance(self.optimizer, sf.EntropySGD):  # every inner step has its own batch
+            loss = closure()
+            self.optimizer.step()
+            return loss
+        result: Tensor = self.optimizer.step(closure, *further)  # type: ignore[arg-type, assignment]
+        return result
 
+    def _closure(self, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
         def closure() -> Tensor:
             self.optimizer.zero_grad()
             loss = self.loss(self.pace.outputs(self.model, inputs), targets)
             (loss if self.penalty is None else loss + self.penalty(targets)).backward()
             return loss.detach()
 
-        if isinstance(self.optimizer, sf.EntropySGD):  # every inner step has its own batch
-            loss = closure()
-            self.optimizer.step()
-            return loss
-        result: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type, assignment]
-        return result
+        return closure
 
     def end_epoch(self) -> None:
         if isinstance(self.optimizer, sf.BNSharpnessSGD):

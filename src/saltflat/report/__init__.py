@@ -3,13 +3,14 @@
 from saltflat.report import html, store
 from saltflat.report.html import Cell, Figure, Section, Table
 from saltflat.report.provenance import Provenance, model_hash, provenance
-from saltflat.report.report import ASK, WIDE, Comparison, Grid, Report, framed
+from saltflat.report.report import WIDE, Comparison, Grid, Report, framed
 from saltflat.report.standing import STANDING, Standing, standing_of
 from saltflat.report.verdict import Verdict
-from saltflat.report.words import invariance
+from saltflat.report.words import ASK, INTERRUPTED, invariance
 
 __all__ = [
     "ASK",
+    "INTERRUPTED",
     "STANDING",
     "WIDE",
     "Cell",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import blake2b
 from typing import final
 
 import numpy as np
 import torch
 from torch import nn
 
-from saltflat.losses import with_settings
+from saltflat.losses import Loss, with_settings
+from saltflat.report.code import code_hash
 from saltflat.result import Certificate
 from saltflat.risk import Risk
 from saltflat.session import dense_parts
@@ -27,6 +28,11 @@ class Provenance:
 
     `seconds` are what each step took. `gradients` are its passes over the data, counted at fixed
     prices (see `saltflat.work`): "curvature" is shared by all measures, theirs come on top.
+
+    `data_hash` is of the data's bytes, `values_hash` of their values in float32 and int64, by which
+    data of other types (`data_types`) are known to be the same. `measured` is a hash of the names
+    of the measured parameters, `loss_code` one of the code of a loss that is the user's own. All of
+    these are empty in files of before they were recorded.
     """
 
     model: str
@@ -48,6 +54,10 @@ class Provenance:
     seconds: Mapping[str, float] = field(default_factory=dict)
     gradients: Mapping[str, float] = field(default_factory=dict)
     created: str = ""
+    values_hash: str = ""
+    data_types: str = ""
+    measured: str = ""
+    loss_code: str = ""
 
 
 def provenance(
@@ -62,8 +72,6 @@ def provenance(
 
     `spent` is in gradients of one sample.
     """
-    import scipy
-
     assert certificate is not None, "a sweep comes with one"
     seen = risk.watched.first
     if seen is None:  # no measure needed a whole pass
@@ -88,22 +96,38 @@ def provenance(
         seed=seed,
         certified_samples=certificate.samples,
         certified=bool(certificate),
-        versions={
-            "saltflat": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-            "python": platform.python_version(),
-        },
+        versions=_versions(),
         seconds={step: round(s, 6) for step, s in seconds.items()},
         gradients={step: round(each / seen.samples, 3) for step, each in spent.items()},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        values_hash=f"{seen.values:016x}",
+        data_types=", ".join(sorted(seen.types)),
+        measured=blake2b("\n".join(risk.parameters).encode(), digest_size=8).hexdigest(),
+        loss_code=_loss_code(risk.loss),
     )
+
+
+def _versions() -> dict[str, str]:
+    import scipy
+
+    return {
+        "saltflat": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _loss_code(loss: object) -> str:
+    """Of a user's own loss; those of this package are known by their names and settings."""
+    call = getattr(loss, "call", loss)
+    return "" if isinstance(call, Loss) else code_hash(call)
 
 
 def model_hash(model: nn.Module) -> str:
     """A hash (BLAKE2b) of all parameters and buffers, with their names, types and shapes."""
-    digest = hashlib.blake2b(digest_size=32)
+    digest = blake2b(digest_size=32)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue

@@ -21,8 +21,8 @@ from saltflat.printed import Printed
 from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
 from saltflat.report.standing import Standing
-from saltflat.report.verdict import SAME, Verdict, judged
-from saltflat.report.words import gradients, invariance, settings
+from saltflat.report.verdict import SAME, Verdict, alike, judged
+from saltflat.report.words import ASK, absent, gradients, invariance, settings
 from saltflat.result import Density, Diagonal, Results
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class Report(Results[Measurement]):
                 f"{name} was not computed: it costs about {self.left_out[name]:.0f} gradients. "
                 f'Write sf.measure(model, data, measures=["{name}"]), or measures="all".'
             )
-        raise NotMeasured(f"{name!r} was not asked for. {nearest(name, self.measurements)}")
+        known = [*self.measurements, *self.skipped, *self.left_out]
+        raise NotMeasured(f"{name!r} was not asked for. {nearest(name, known)}")
 
     def save(
         self,
@@ -147,7 +148,7 @@ class Report(Results[Measurement]):
         for name, reason in self.skipped.items():
             rows.append({"measure": name, "value": nan, "skipped": reason})
         for name, price in self.left_out.items():
-            word = f"not computed: {ASK}"
+            word = f"not computed: {ASK.get()}"
             rows.append({"measure": name, "value": nan, "skipped": word, "cost_gradients": price})
         frame: pandas.DataFrame = optional("pandas", "A DataFrame").DataFrame(rows)
         return frame.set_index("measure")
@@ -222,15 +223,15 @@ class Report(Results[Measurement]):
     def _others(self) -> list[dict[str, str]]:
         """The rows of what was not measured."""
         skipped = [
-            {"measure": name, "certainty": "[dim]does not apply[/]", "with": escape(reason)}
-            for name, reason in self.skipped.items()
+            {"measure": name, "certainty": f"[dim]{absent(why)}[/]", "with": escape(why)}
+            for name, why in self.skipped.items()
         ]
         left_out = [
             {
                 "measure": name,
                 "certainty": "[dim]not computed[/]",
                 "cost, gradients": f"about {price:.0f}",
-                "with": ASK,
+                "with": ASK.get(),
             }
             for name, price in self.left_out.items()
         ]
@@ -254,12 +255,12 @@ class Report(Results[Measurement]):
         if sampled:
             lines.append("sampling: standard error for the population that the samples come from")
         if not wide:
-            lines += [f"{name} does not apply: {why}" for name, why in self.skipped.items()]
+            lines += [f"{name} {absent(why)}: {why}" for name, why in self.skipped.items()]
             chosen = {m.name: settings(m) for m in self.values()}
             if told := [f"{name} {text}" for name, text in chosen.items() if text]:
                 lines.append(f"with {'; '.join(told)}")
             if prices := [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]:
-                lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+                lines.append(f"not computed: {', '.join(prices)}; {ASK.get()}")
             if spent := sum(self.provenance.gradients.values()):
                 lines.append(f"cost: {spent:.0f} gradients")
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
@@ -277,9 +278,6 @@ def _needed(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> int:
 
 
 _GAP = 3  # between columns without lines
-
-# What is to be written for a measure that was left out.
-ASK = 'measures="all"'
 
 
 @final
@@ -307,9 +305,9 @@ class Comparison(Results[Report]):
     def problems(self) -> tuple[str, ...]:
         lines = []
         for key, text in SAME.items():
-            values = {name: getattr(r.provenance, key) for name, r in self.items()}
-            if len(set(values.values())) > 1:
-                shown = ", ".join(f"{name}: {value}" for name, value in values.items())
+            sources = {name: r.provenance for name, r in self.items()}
+            if not all(alike(key, *pair) for pair in combinations(sources.values(), 2)):
+                shown = ", ".join(f"{name}: {_shown(key, p)}" for name, p in sources.items())
                 lines.append(f"{text} ({shown})")
         for name in self.measures:
             settings = {n: repr(dict(r[name].settings)) for n, r in self.items() if name in r}
@@ -420,7 +418,7 @@ class Comparison(Results[Report]):
             cells = [escape(name), *cells, *verdict, *invariant]
             table.add_row(*cells, end_section=index == before - 1)
         for name, price in self.left_out.items() if wide else ():
-            words = f"[dim]not computed, about {price:.0f} gradients: {ASK}[/]"
+            words = f"[dim]not computed, about {price:.0f} gradients: {ASK.get()}[/]"
             table.add_row(name, *("–" for _ in self), *([""] * several), words)
         table.caption = escape("\n".join(self._captions(wide))) or None
         return table
@@ -469,7 +467,7 @@ class Comparison(Results[Report]):
         lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]
         if self.left_out and not wide:
             prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
-            lines.append(f"not computed: {', '.join(prices)}; {ASK}")
+            lines.append(f"not computed: {', '.join(prices)}; {ASK.get()}")
         return lines
 
     def _twins(self) -> list[dict[str, None]]:
@@ -482,6 +480,12 @@ class Comparison(Results[Report]):
                     groups.append({})
                 (own or groups[-1:])[0].update({v.first: None, v.second: None})
         return groups
+
+
+def _shown(key: str, source: Provenance) -> str:
+    """What a report was measured with; a user's loss with a hash of its code."""
+    code = f" with code {source.loss_code}" if key == "loss" and source.loss_code else ""
+    return f"{getattr(source, key)}{code}"
 
 
 def _cell(m: Measurement | None) -> str:

@@ -13,7 +13,7 @@ from saltflat.measurement import Measurement
 from saltflat.report.html import Cell, Figure, Section, Table, label, number, ticks
 from saltflat.report.provenance import Provenance
 from saltflat.report.standing import Standing
-from saltflat.report.words import explanation, gradients, invariance, settings
+from saltflat.report.words import absent, explanation, gradients, invariance, settings
 from saltflat.result import Density, Diagonal
 
 # The most columns of a heat map, points of a curve, and parameters of a list of intervals.
@@ -119,8 +119,8 @@ def measures(
         ]
         for m in measurements.values()
     ]
-    for name in skipped:
-        rows.append(_without(name, "does not apply", Cell("")))
+    for name, reason in skipped.items():
+        rows.append(_without(name, absent(reason), Cell("")))
     for name, price in left_out.items():
         rows.append(_without(name, "not computed", Cell(f"about {price:.0f}", price)))
     head = ["measure", "value", "certainty", "sampling", "invariant to", "cost, gradients", "with"]
@@ -135,7 +135,7 @@ def measures(
         text += f" In all it took {sum(spent.values()):.0f} gradients"
         text += f", {shared} of them for what the measures share." if shared else "."
     notes = [f"{m.name}: {note}" for m in measurements.values() for note in m.notes]
-    notes += [f"{name} does not apply: {reason}" for name, reason in skipped.items()]
+    notes += [f"{name} {absent(reason)}: {reason}" for name, reason in skipped.items()]
     numeric = frozenset(k for k, name in enumerate(head) if name in _NUMBERS)
     return Section("Measures", text, table=Table(head, rows, numeric), notes=notes)
 

@@ -16,13 +16,15 @@ from saltflat.risk import Batch
 from saltflat.work import FORWARD
 
 # What it costs at most, in gradients.
-STANDING = 1 + 5 * FORWARD
+STANDING = 2 + 8 * FORWARD
 
 # The share of the loss by which a step downhill may lower it at a minimum, and near one …
 _AT, _NEAR = 0.01, 0.1
 # … and the share of the chance level: by more it is no minimum, by less than the second it is near
 # one in any case.
 _MOST, _LEAST = 0.01, 0.001
+# The share of the loss that nothing downhill takes where the gradient vanishes.
+_STILL = 1e-6
 # Rows of outputs that are probabilities add up to 1 to within this.
 _ONE = 1e-4
 # Frequencies of the cosines that outputs are projected on; nothing depends on what they are.
@@ -49,10 +51,14 @@ class Standing(Told):
 
     - "not a minimum" if that takes more than 1 % of the chance level, or more than 10 % of the loss
       and 0.1 % of the chance level (of a loss without a chance level, 10 % of the loss),
-    - "a minimum" if it takes at most 1 % of the loss, and "nearly a minimum" between.
+    - "a minimum" if it takes at most 1 % of the loss, and "nearly a minimum" between,
+    - "stationary" if it takes nothing: the gradient vanishes, which it does at saddles too, and a
+      second line, from beside the model, has found no lower loss either,
+    - "not shown to be a minimum" if the loss is no lower than that of the best constant outputs,
+      whatever the line says: symmetry holds a network there whose weights are 0.
 
-    A decrease was seen, so that "not a minimum" is certain; "a minimum" says that this line found
-    no more. The limits are conventions.
+    A decrease was seen, so that "not a minimum" is certain; "a minimum" says that these lines found
+    no more. Negative curvature is not looked for. The limits are conventions.
 
     Attributes
     ----------
@@ -88,11 +94,20 @@ class Standing(Told):
 
     @property
     def minimum(self) -> bool:
-        """Whether it is a minimum, or nearly one."""
-        if self.chance is None or not self.chance > 0:
+        """Whether it is a minimum, or nearly one, as far as was seen; never at chance level."""
+        return self._low and not self.above_chance
+
+    @property
+    def _low(self) -> bool:
+        """Whether next to nothing is to be gained nearby."""
+        if self._whole is None:
             return self.share <= _NEAR
-        whole = self.decrease / self.chance
-        return whole <= _LEAST or (whole <= _MOST and self.share <= _NEAR)
+        return self._whole <= _LEAST or (self._whole <= _MOST and self.share <= _NEAR)
+
+    @property
+    def _whole(self) -> float | None:
+        """The decrease as a share of the chance level."""
+        return self.decrease / self.chance if self.chance is not None and self.chance > 0 else None
 
     @property
     def share(self) -> float:
@@ -105,22 +120,31 @@ class Standing(Told):
         return self.chance is not None and self.loss >= self.chance * (1 - 1e-6) > 0
 
     @property
-    def word(self) -> Literal["yes", "nearly", "no"]:
+    def word(self) -> Literal["yes", "nearly", "stationary", "no"]:
         """Whether it is a minimum, in a word."""
         if not self.minimum:
             return "no"
+        if self.share <= _STILL and self.loss:
+            return "stationary"
         return "yes" if self.share <= _AT else "nearly"
 
     @property
     def verdict(self) -> str:
         """In words, e.g. `not a minimum: a step downhill lowers the loss by 31 %`."""
+        norm = f"(gradient norm {self.gradient_norm:.2g})"
+        still = f"the gradient vanishes, and no lower loss was seen nearby {norm}"
+        if self.word == "stationary":
+            return f"a stationary point, perhaps a minimum: {still}"
         found = f"{100 * self.share:.2g} %" if self.share <= 1 else f"{self.decrease:.2g}"
-        word = {"yes": "a minimum", "nearly": "nearly a minimum", "no": "not a minimum"}[self.word]
-        text = f"{word}: a step downhill lowers the loss by {found} (gradient norm "
-        text += f"{self.gradient_norm:.2g})"
-        if self.above_chance:
-            text += f"; the loss is at or above chance level, {self.chance:.4g}"
-        return text
+        if self.word == "nearly" and self.share > _NEAR and self._whole is not None:
+            found += f", which is {100 * self._whole:.2g} % of the chance level"
+        text = f"a step downhill lowers the loss by {found} {norm}"
+        if not self.above_chance:
+            word = {"yes": "a", "nearly": "nearly a", "no": "not a"}[self.word]
+            return f"{word} minimum: {text}"
+        word = "not shown to be" if self._low else "not"
+        text = still if self.share <= _STILL else text
+        return f"{word} a minimum: {text}; the loss is at or above chance level, {self.chance:.4g}"
 
     def same_function(self, other: Standing, digits: float) -> bool:
         """Whether the outputs are the same but for rounding, relative errors of `digits`.
@@ -209,18 +233,18 @@ class _Seen:
             self.right = None
         else:
             self.right = [a + b for a, b in zip(self.right, right, strict=True)]
-        self._count(loss.tally(outputs, targets))
+        self._count(loss, loss.tally(outputs, targets))
         if self.probabilities and isinstance(loss, CrossEntropy):
             rows = outputs.detach().movedim(loss.dim(outputs, targets), -1)
             off = (rows.sum(-1, dtype=torch.float64) - 1).abs().max()
             self.probabilities = bool((rows >= 0).all()) and float(off) <= _ONE
 
-    def _count(self, tally: Tensor | None) -> None:
+    def _count(self, loss: Loss, tally: Tensor | None) -> None:
         """Targets of another shape, or of none, leave the chance level unknown."""
         if tally is None or (self.tally is not None and self.tally.shape != tally.shape):
             self._tallied = False
         elif self._tallied:
-            self.tally = tally if self.tally is None else self.tally + tally
+            self.tally = tally if self.tally is None else loss.joined(self.tally, tally)
 
     def project(self, outputs: Tensor) -> None:
         rows = outputs.detach().reshape(len(outputs), -1).double()

@@ -12,6 +12,7 @@ from saltflat.measurement import EVERY_RESCALING, Measurement
 from saltflat.printed import Told
 
 if TYPE_CHECKING:
+    from saltflat.report.provenance import Provenance
     from saltflat.report.report import Report
 
 Word = Literal["flatter", "not distinguishable", "same function", "not comparable"]
@@ -103,10 +104,26 @@ def _conditions(measure: str, reports: tuple[Report, Report]) -> str:
     """Why numbers that were measured in these ways mean different things, if they do."""
     one, two = (report.provenance for report in reports)
     for key, text in SAME.items():
-        if getattr(one, key) != getattr(two, key):
+        if not alike(key, one, two):
             return text
     first, second = (repr(dict(report[measure].settings)) for report in reports)
     return "" if first == second else f"the settings of {measure} differ"
+
+
+def alike(key: str, one: Provenance, two: Provenance) -> bool:
+    """Whether two reports are of the same data, loss, ….
+
+    Data of other types are the same if they are so in float32. A user's losses of one name are the
+    same if their code is; other versions of Python cannot tell, nor files without a hash of it.
+    """
+    same = bool(getattr(one, key) == getattr(two, key))
+    if key == "data_hash" and not same:
+        retyped = one.data_types != two.data_types
+        return retyped and one.values_hash == two.values_hash != ""
+    if key == "loss" and same and one.loss_code and two.loss_code:
+        pythons = (p.versions.get("python", "").split(".")[:2] for p in (one, two))
+        return one.loss_code == two.loss_code or next(pythons) != next(pythons)
+    return same
 
 
 def _models(names: tuple[str, str], reports: tuple[Report, Report]) -> str:
@@ -115,6 +132,8 @@ def _models(names: tuple[str, str], reports: tuple[Report, Report]) -> str:
     if (one.model, one.parameters) != (two.model, two.parameters):
         kinds = (f"{p.model} of {p.parameters:,} parameters" for p in (one, two))
         return f"the architecture differs: {' and '.join(kinds)}"
+    if one.measured != two.measured and one.measured and two.measured:
+        return "other parameters were measured"
     stands = [report.standing for report in reports]
     first, second = stands
     if first is None or second is None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextvars import ContextVar
 from typing import get_args
 
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures import MEASURES
+
+# What is to be written for a measure that was left out: in Python, or where the command asks.
+ASK = ContextVar("ASK", default='measures="all"')
+# Why a report that Ctrl-C cut short lacks a measure.
+INTERRUPTED = "interrupted"
+
+
+def absent(reason: str) -> str:
+    """What a measure is that was skipped for this reason."""
+    return "not computed" if reason == INTERRUPTED else "does not apply"
 
 
 def invariance(kinds: Collection[str], *, short: bool = False) -> str:

@@ -259,7 +259,9 @@ def _balanced(
     risk = Risk(model, data, loss, **{k: v for k, v in options.items() if k not in _OF_CALLS})
     with risk.session():
         inputs = next(risk.batches()).part(0, 2).inputs
-    group = symmetries(model, inputs, output=output, parameters=parameters)
+    with reporting(options["progress"]) as work:
+        work.at("searching rescalings", 0, 1)
+        group = symmetries(model, inputs, output=output, parameters=parameters)
     return balanced_twin(group, model, data, loss, options)
 
 

@@ -152,7 +152,8 @@ class _Ensemble:
         self.members = torch.arange(len(models), device=x.device)[:, None]
         self.momentum = momentum
         self.lr = next(iter(self.parameters.values())).new_zeros(len(models))
-        self.weight_decay = torch.as_tensor(weight_decay).to(self.lr).expand_as(self.lr).clone()
+        decay = torch.as_tensor(weight_decay, dtype=self.lr.dtype, device=x.device)
+        self.weight_decay = decay.expand_as(self.lr).clone()
         self.rows: Tensor | None = None
         template = models[0]
 
@@ -171,7 +172,8 @@ class _Ensemble:
                 f"step. Got {tuple(rows.shape)} after {tuple(self.rows.shape)}."
             )
         self.rows.copy_(rows, non_blocking=True)
-        self.lr.copy_(torch.as_tensor(lr).expand_as(self.lr), non_blocking=True)
+        rate = torch.as_tensor(lr, dtype=self.lr.dtype)
+        self.lr.copy_(rate.expand_as(self.lr), non_blocking=True)
 
     @torch.no_grad()
     def step(self) -> None:

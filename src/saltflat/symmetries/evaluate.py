@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
@@ -177,11 +177,19 @@ class Evaluation:
         """
         reads = _Reads({memory(t): name for name, t in self._held.items() if memory(t)})
         self._replaced = True
-        for self._contiguous in (False, True):
+
+        def attempt() -> list[Tensor]:
             self._put(values)
-            with suppress(Exception), reads:
-                answers = self._answers()
+            with reads:
+                return self._answers()
+
+        for self._contiguous in (False, True):
+            try:
+                answers = attempt()
                 return None if reads.met else answers
+            except Exception as error:
+                if not out_of_memory(error) and not fails_again(attempt):
+                    raise
             if all(t.is_contiguous() for t in self._tensors.values()):
                 break
         return None
@@ -384,17 +392,24 @@ def confirm(
     parameters = list(model.parameters())
     few = sum(p.numel() for p in parameters) <= WIDEST
     wide = few and all(p.device.type != "mps" for p in parameters)  # which has no float64
-    try:
+
+    def compared(wide: bool) -> tuple[str, ...]:
         with evaluation(model, example, output, wide=wide, values=values) as lent, torch.no_grad():
             return _Confirmation(group, lent, steady).notes()
+
+    if not wide:
+        return compared(wide=False)
+    try:
+        return compared(wide=True)
     except SaltflatError:
         raise
-    except Exception:
-        if not wide:
+    except Exception as error:
+        # Some models cannot run in float64: they look at bits, or own an operator for one type.
+        if not out_of_memory(error) and not fails_again(lambda: compared(wide=True)):
             raise
-    # Some models cannot run in float64: they look at bits, or own an operator for one type.
-    with evaluation(model, example, output, wide=False, values=values) as lent, torch.no_grad():
-        return _Confirmation(group, lent, steady).notes()
+        words = (str(error) or "no message").splitlines()[0]
+        note = f"verified in its own precision: in float64 {type(error).__name__}: {words}"
+    return (*compared(wide=False), note)
 
 
 @final

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from saltflat.memory import fails_again, out_of_memory
 from saltflat.session import TensorValues
 from saltflat.symmetries.element import Factors, Layout
 from saltflat.symmetries.evaluate import Evaluation, evaluation
@@ -61,7 +61,8 @@ def liveness(
     from scipy.sparse import vstack
 
     layouts = {n: layout for n, layout in factors.layouts.items() if n in names}
-    with suppress(Exception):
+
+    def observe() -> Liveness:
         sizes = {n: _size(p.detach()) for n, p in model.named_parameters() if n in layouts}
         with (
             evaluation(
@@ -71,6 +72,12 @@ def liveness(
         ):
             still = set(layouts) - factors.moving
             return _observed(_Point(lent, layouts, sizes, still), factors, layouts)
+
+    try:
+        return observe()
+    except Exception as error:
+        if not out_of_memory(error) and not fails_again(observe):
+            raise
     return Liveness(vstack([factors.rows(t, star(t)) for t in factors.layouts.values()]), set())
 
 

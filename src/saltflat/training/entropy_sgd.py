@@ -17,10 +17,11 @@ from torch.optim.sgd import sgd
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import mixed
 from saltflat.errors import InvalidValue
-from saltflat.training.perturbing import FrozenStatistics
+from saltflat.training.perturbing import FrozenStatistics, refuse_accumulated_closure
 from saltflat.vectors import copies, put
 
 _PUBLISHED_INNER_LR = 0.1
+_OF_A_ROUND = ("center", "pull", "average", "weight", "inner_buffer")  # what the state holds in it
 
 
 @final
@@ -49,7 +50,8 @@ class EntropySGD(Optimizer):
 
     A step is one inner step, on a batch of its own: call `backward()` and `step()` as with SGD.
     Every `steps` of them x moves; in between the weights are x', so evaluate and save when
-    `at_center`. `step(closure)` calls the closure until the round is complete.
+    `at_center`. `step(closure)` calls the closure until the round is complete; an exception in it
+    takes the weights back to x, and the round begins anew.
 
     BatchNorm's running statistics follow the passes at x only, unless `freeze_batchnorm=False`.
     Every inner step is a draw of its own, so the passes do not share random numbers. The noise
@@ -121,12 +123,30 @@ class EntropySGD(Optimizer):
         if closure is None:
             self._inner_step()
             return None
+        refuse_accumulated_closure()
         losses: list[Any] = []
-        while not losses or not self.at_center:
-            with torch.enable_grad():
-                losses.append(closure())
-            self._inner_step()
+        try:
+            while not losses or not self.at_center:
+                with torch.enable_grad():
+                    losses.append(closure())
+                self._inner_step()
+        except BaseException:
+            self.restore()
+            raise
         return losses[0]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the weights back to x and forget the inner steps of this round."""
+        away = [p for group in self.param_groups for p in group["params"]]
+        away = [p for p in away if "center" in self.state[p]]
+        if away:
+            put(away, self._load("center", away))
+        self._forget(away)
+        for group in self.param_groups:
+            group["inner"] = 0
+        torch.clear_autocast_cache()
+        self._watch()
 
     @torch.no_grad()
     def _inner_step(self) -> None:
@@ -214,15 +234,18 @@ class EntropySGD(Optimizer):
         unit = group["averaging"] * group["inner_lr"]
         factors = [unit if group["published"] else 1 / self.state[p]["weight"] for p in parameters]
         torch._foreach_mul_(gradients, factors)
-        for p in parameters:
-            for name in ("center", "pull", "average", "weight", "inner_buffer"):
-                self.state[p].pop(name, None)
+        self._forget(parameters)
         options: dict[str, Any] = {name: group[name] for name in ("momentum", "nesterov")}
         options |= {"lr": float(group["lr"]), "weight_decay": 0, "dampening": 0, "maximize": False}
         buffers = [self.state[p].get("momentum_buffer") for p in parameters]
         sgd(parameters, gradients, buffers, **options)
         if group["momentum"] != 0:
             self._store("momentum_buffer", parameters, buffers)
+
+    def _forget(self, parameters: list[Tensor]) -> None:
+        for p in parameters:
+            for name in _OF_A_ROUND:
+                self.state[p].pop(name, None)
 
     def _store(self, name: str, parameters: list[Tensor], values: list[Tensor]) -> None:
         for p, value in zip(parameters, values, strict=True):

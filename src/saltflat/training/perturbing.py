@@ -14,6 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import currentframe
 from typing import Any, final
 
 import torch
@@ -119,6 +120,25 @@ def check_base(base: Any, name: str) -> None:
             f"{type(base).__name__} evaluates the loss itself and cannot be the base of another "
             "optimizer. Use one whose step() needs no closure."
         )
+
+
+def refuse_accumulated_closure() -> None:
+    """Refuse a closure that comes through accelerate while it accumulates gradients.
+
+    Its wrapper calls `step` at the last micro-batch only, so that the closures of those before are
+    dropped. We never hear of them; the wrapper is known by its frame above ours.
+    """
+    frame = currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "accelerate.optimizer":
+        frame = frame.f_back
+    if frame is None or (count := frame.f_locals["self"].gradient_state.num_steps) == 1:
+        return
+    raise InvalidValue(
+        f"accelerate accumulates over gradient_accumulation_steps={count} and drops the closures "
+        "of all micro-batches but the last. Leave gradient_accumulation_steps out and go over the "
+        "micro-batches in the closure: `for x, y in micro_batches: accelerator.backward("
+        f"loss(model(x), y) / {count})`."
+    )
 
 
 @final
@@ -399,6 +419,7 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
 
     def _run(self, closure: Closure, own: Mapping[str, Closure] | None = None) -> Any:
         """All passes of a step; `own` holds closures of their own for some of them."""
+        refuse_accumulated_closure()
         if self._walk is not None or self._ready:
             raise InvalidValue(
                 "step(closure) was called between perturb() and step(). Finish with step(), or go "

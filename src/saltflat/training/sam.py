@@ -53,9 +53,22 @@ class SAM(PerturbedOptimizer):
         optimizer.step()
 
     With accelerate, prepare it like any optimizer; then `optimizer.step(closure)`, or
-    `optimizer.optimizer.perturb()` and `optimizer.step()`. With the Trainer of transformers take
-    `saltflat.integrations.SharpnessTrainer`. `first_step` and `second_step` are other names of
-    `perturb` and `step`.
+    `optimizer.optimizer.perturb()` and `optimizer.step()`. Under `accelerator.accumulate` keep the
+    micro-batches, as accelerate drops all closures but the last one's, which is refused:
+
+        with accelerator.accumulate(model):
+            kept.append((x, y))
+            accelerator.backward(loss(model(x), y))
+            if accelerator.sync_gradients:
+                while optimizer.optimizer.perturb(accelerator.scaler):
+                    for x, y in kept:
+                        accelerator.backward(loss(model(x), y))
+                kept.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    With the Trainer of transformers take `saltflat.integrations.SharpnessTrainer`. `first_step` and
+    `second_step` are other names of `perturb` and `step`.
 
     Examples
     --------

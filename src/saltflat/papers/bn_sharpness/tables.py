@@ -1,0 +1,113 @@
+"""Tables 1 and 2: VGG-11 with BatchNorm on CIFAR-10, in batches of 128 and of 2048.
+
+The headline is the part of table 2 for which the paper claims most: SGD and SGDS-0, in large
+batches with weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from saltflat.papers.bn_sharpness import accuracies
+from saltflat.papers.bn_sharpness.algorithms import CHANGED, work
+from saltflat.papers.experiment import Experiment, Size
+from saltflat.sweep import Run, Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DECAY = 5e-4
+_SMALL_BATCH: accuracies.Published = {  # table 1
+    ("SGD", _DECAY): 91.67,
+    ("SGDS-0", _DECAY): 91.78,
+    ("E-SGD", _DECAY): 91.03,
+    ("SGDS-5", _DECAY): 91.55,
+    ("SGD", 0.0): 90.5,
+    ("SGDS-0", 0.0): 90.53,
+    ("E-SGD", 0.0): 89.96,
+    ("SGDS-5", 0.0): 90.53,
+}
+_LARGE_BATCH: accuracies.Published = {  # table 2
+    ("SGD", _DECAY): 89.6,
+    ("SGDS-0", _DECAY): 90.51,
+    ("E-SGD", _DECAY): 89.67,
+    ("SGDS-5", _DECAY): 90.35,
+    ("SGD", 0.0): 88.5,
+    ("SGDS-0", 0.0): 88.58,
+    ("E-SGD", 0.0): 87.13,
+    ("SGDS-5", 0.0): 88.9,
+}
+_HEADLINE: accuracies.Published = {key: _LARGE_BATCH[key] for key in [*_LARGE_BATCH][:2]}
+_EPOCHS = {128: 20, 2048: 16}  # whole rounds of Entropy-SGD fit in
+
+
+def runs(published: accuracies.Published, batch: int, size: Size) -> list[Settings]:
+    """All algorithms of a table with five seeds; the small size has fewer of both."""
+    small = [(name, decay) for name, decay in published if name != "SGDS-5" and decay]
+    return [
+        {
+            "network": "VGG-11" if size == "full" else "LeNet",
+            "samples": 50_000 if size == "full" else 512,
+            "tested": 10_000 if size == "full" else 1000,
+            "batch": batch if size == "full" else batch // 8,
+            "epochs": _EPOCHS[batch] if size == "full" else 20,
+            "algorithm": algorithm,
+            "decay": decay,
+            "lr": _rate(algorithm, batch),
+            "delta": 5e-4,
+            "seed": seed,
+        }
+        for algorithm, decay in (published if size == "full" else small)
+        for seed in range(5 if size == "full" else 3)
+    ]
+
+
+def _rate(algorithm: str, batch: int) -> float:
+    """0.2 with BN-Sharpness and 0.1 without; 0.01 for Entropy-SGD in small batches."""
+    if algorithm.startswith("SGDS"):
+        return 0.2
+    return 0.01 if algorithm == "E-SGD" and batch == 128 else 0.1
+
+
+def draw(published: accuracies.Published, runs: Sequence[Run]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    accuracies.curves(axes, runs, "accuracies", published)
+    axes.set_ylabel("test accuracy (%)")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _experiment(name: str, title: str, published: accuracies.Published, batch: int) -> Experiment:
+    listed: Callable[[Size], list[Settings]] = partial(runs, published, batch)
+    return Experiment(
+        name=f"bn-sharpness/{name}",
+        title=title,
+        paper="yi2019bn",
+        changed=(
+            f"{_EPOCHS[batch]} epochs; the paper has at least 160.",
+            "On a GPU networks run in bfloat16, their weights and optimizers in float32.",
+            *CHANGED,
+            "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at the "
+            "learning rate of SGD; dropout is off, and γ constant. Its curve is of the weights as "
+            "an epoch leaves them, which is within such steps; its last point is of the centre.",
+            "The small size has the LeNet with BatchNorm in place of VGG-11, 512 training images, "
+            f"batches of {batch // 8}, 20 epochs, three seeds, and neither SGDS-5 nor trainings "
+            "without weight decay.",
+        ),
+        runs=listed,
+        work=work,
+        rows=lambda runs: accuracies.rows(runs, published),
+        draw=partial(draw, published),
+    )
+
+
+HEADLINE = _experiment(
+    "table-2-headline", "SGD and SGDS-0 of table 2, batches of 2048", _HEADLINE, 2048
+)
+TABLE_2 = _experiment("table-2", "VGG-11 on CIFAR-10, batches of 2048", _LARGE_BATCH, 2048)
+TABLE_1 = _experiment("table-1", "VGG-11 on CIFAR-10, batches of 128", _SMALL_BATCH, 128)

@@ -1,0 +1,92 @@
+"""Rank and linear correlations between networks' numbers, with intervals by the bootstrap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saltflat.papers.experiment import Row
+
+Kind = Literal["Spearman", "Kendall", "Pearson"]
+_DRAWS = 2000
+_LEVEL = 0.95
+
+
+@final
+@dataclass(frozen=True)
+class Correlation:
+    """Of `count` networks, with its standard error and 95 % interval over networks."""
+
+    kind: Kind
+    value: float
+    error: float
+    low: float
+    high: float
+    count: int
+
+    def row(self, what: str, published: float | None = None) -> Row:
+        """A line of a table."""
+        note = f"95 % interval [{self.low:.3f}, {self.high:.3f}], {self.count} networks"
+        return Row(what, self.value, self.error, published, note)
+
+
+def correlation(
+    x: Sequence[float], y: Sequence[float], kind: Kind = "Spearman", seed: int = 0
+) -> Correlation:
+    """Of two columns of numbers; a pair with one that is not finite is left out.
+
+    The error and the interval, of percentiles, are over networks drawn anew with replacement. Draws
+    in which a column is constant have no correlation and are left out. NaN for fewer than three
+    pairs, or for a constant column.
+    """
+    both = np.array([x, y], dtype=float)
+    both = both[:, np.isfinite(both).all(0)]
+    count = both.shape[1]
+    if count < 3:
+        return Correlation(kind, *(float("nan"),) * 4, count)
+    compute = _BY_KIND[kind]
+    chosen = np.random.default_rng(seed).integers(count, size=(_DRAWS, count))
+    draws = compute(both[0][chosen], both[1][chosen])
+    draws = draws[np.isfinite(draws)]
+    low, high = (
+        np.quantile(draws, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]) if draws.size else [np.nan] * 2
+    )
+    value = compute(both[:1], both[1:])[0]
+    return Correlation(kind, float(value), float(draws.std()), float(low), float(high), count)
+
+
+Columns = NDArray[np.float64]  # (draws, networks)
+
+
+def _pearson(x: Columns, y: Columns) -> NDArray[np.float64]:
+    x, y = (each - each.mean(1, keepdims=True) for each in (x, y))
+    with np.errstate(invalid="ignore"):
+        result: NDArray[np.float64] = (x * y).sum(1) / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+    return result
+
+
+def _spearman(x: Columns, y: Columns) -> NDArray[np.float64]:
+    from scipy.stats import rankdata
+
+    return _pearson(rankdata(x, axis=1), rankdata(y, axis=1))
+
+
+def _kendall(x: Columns, y: Columns) -> NDArray[np.float64]:
+    """τ_b, which counts ties out of both."""
+    signs = [np.sign(each[:, :, None] - each[:, None, :]).reshape(len(each), -1) for each in (x, y)]
+    with np.errstate(invalid="ignore"):
+        result: NDArray[np.float64] = (signs[0] * signs[1]).sum(1) / np.sqrt(
+            (signs[0] ** 2).sum(1) * (signs[1] ** 2).sum(1)
+        )
+    return result
+
+
+_BY_KIND: dict[Kind, Callable[[Any, Any], NDArray[np.float64]]] = {
+    "Spearman": _spearman,
+    "Kendall": _kendall,
+    "Pearson": _pearson,
+}

@@ -1,0 +1,81 @@
+"""What both experiments share: networks trained by SGD, and how well they generalise."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import isfinite, nan
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from saltflat.datasets import Data
+from saltflat.papers.experiment import Row
+from saltflat.papers.random_labels import Order, scores
+from saltflat.papers.reparameterization.product import with_products
+from saltflat.sweep import Run, Settings, train_together
+
+
+def alike(settings: Settings) -> Hashable:
+    """Networks that differ in how they start alone can be trained together."""
+    return tuple(value for name, value in settings.items() if name not in ("start", "seed"))
+
+
+def train(models: Sequence[nn.Module], settings: Sequence[Settings], data: Data) -> None:
+    """By SGD at a constant rate: on a GPU all at once, on the CPU one after the other."""
+    if data.train_x.is_cuda:
+        _train([with_products(model) for model in models], settings, data)
+        return
+    for model, each in zip(models, settings, strict=True):
+        _train([model], [each], data)
+
+
+def _train(models: Sequence[nn.Module], settings: Sequence[Settings], data: Data) -> None:
+    first: Any = settings[0]
+    x, y = data.train_x, data.train_y
+    order = Order([int(s["seed"]) for s in settings], len(x), first["batch"], x.device)  # type: ignore[arg-type]
+    steps = first["epochs"] * order.epoch_steps
+    rate = torch.tensor(first["lr"], device=x.device)
+    labels = y.expand(len(models), -1)
+    train_together(
+        models, x, labels, order, steps, lr=lambda step: rate, momentum=first["momentum"]
+    )
+
+
+def generalisation(model: nn.Module, data: Data) -> dict[str, Any]:
+    """Losses and accuracies, the gap being that of the losses."""
+    result = scores(model, data)
+    return {**result, "gap": result["test_loss"] - result["train_loss"]}
+
+
+def finite(outcome: dict[str, Any]) -> bool:
+    return isfinite(outcome["train_loss"]) and isfinite(outcome["test_loss"])
+
+
+def column(runs: Sequence[Run], name: str) -> list[float]:
+    return [float(run[name]) for run in runs]
+
+
+def changes(runs: Sequence[Run], before: str, after: str) -> list[float]:
+    """|after / before − 1| of every network for which there are both."""
+    pairs = [(float(run[before]), float(run[after])) for run in runs]
+    return [abs(b / a - 1) for a, b in pairs if isfinite(a) and isfinite(b) and a != 0]
+
+
+def reached(runs: Sequence[Run]) -> list[Row]:
+    """The loss that training came down to, for each batch size."""
+    return [
+        _mean(f"training loss, batch size {batch}", [r for r in runs if r["batch"] == batch])
+        for batch in sorted({int(run["batch"]) for run in runs})
+    ]
+
+
+def _mean(what: str, runs: Sequence[Run]) -> Row:
+    losses = np.array(column(runs, "train_loss"))
+    some = losses[np.isfinite(losses)]
+    if len(some) < 2:
+        return Row(what, float(some[0]) if len(some) else nan, note=f"{len(runs)} networks")
+    error = float(some.std(ddof=1) / len(some) ** 0.5)
+    note = f"{len(some)} of {len(runs)} networks, the others diverged"
+    return Row(what, float(some.mean()), error, note=note if len(some) < len(runs) else "")

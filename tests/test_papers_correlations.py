@@ -1,0 +1,41 @@
+"""Correlations against SciPy's, and their intervals against what they promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from saltflat.papers.correlations import correlation
+
+PEERS = {"Spearman": stats.spearmanr, "Kendall": stats.kendalltau, "Pearson": stats.pearsonr}
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_the_value_is_scipy_s(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(6, size=40) + 0.0  # with ties
+    y = x + 2 * rng.normal(size=40)
+    assert correlation(x, y, kind).value == pytest.approx(PEERS[kind](x, y).statistic)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    rng, held = np.random.default_rng(1), 0
+    for trial in range(100):
+        x = rng.normal(size=30)
+        found = correlation(x, 0.6 * x + 0.8 * rng.normal(size=30), "Pearson", seed=trial)
+        held += found.low <= 0.6 <= found.high
+    assert 85 <= held <= 100
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    found = correlation([1, 2, 3, 4, math.nan, 6], [2, 3, 4, 5, 1, math.inf])
+    assert (found.value, found.count) == (pytest.approx(1), 4)
+    assert "4 networks" in found.row("x").note
+
+
+@pytest.mark.parametrize("x", [[1.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
+def test_nothing_can_be_said_of_two_or_of_a_constant(x: list[float]) -> None:
+    assert math.isnan(correlation(x, list(range(len(x)))).value)
