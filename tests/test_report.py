@@ -370,7 +370,7 @@ def test_long_work_is_announced_and_moves(
     shown = capfd.readouterr()
     assert shown.out == ""
     first, _, rest = shown.err.partition("\n")
-    assert re.fullmatch(r"saltflat: about \d+ s: 24 gradients at 0\.05\d* s", first)
+    assert re.fullmatch(r"saltflat: about \d+ s: 26 gradients at 0\.05\d* s", first)
     moves = rest.count("\r" if terminal else ";")
     assert moves >= 10 * seconds / 2
     assert "sam_sharpness" in rest
