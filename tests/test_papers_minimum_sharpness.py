@@ -274,8 +274,10 @@ def test_the_small_size(name: str, tmp_path: Path) -> None:
         pytest.skip(str(reason))
     result = reproduce(EXPERIMENTS[name], folder=tmp_path, progress=False)
     found = {row.what: row for row in result.rows}
-    if name.endswith(("2", "4")):
+    if name.endswith("2"):
         assert found["Spearman, minimum sharpness and gap"].ours > 0.5
+    if name.endswith("4"):
+        assert found["collapsed networks"].ours < 10
     if name.endswith("1"):
         assert found["largest relative difference from the loop's entries"].ours < 1e-11
         assert found["FCNN, n = 1000, times faster than the loop"].ours > 10

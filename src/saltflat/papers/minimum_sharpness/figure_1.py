@@ -6,7 +6,9 @@ BackPACK's diagonal of the Gauss–Newton matrix stands beside it, which is the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from math import nan
@@ -82,25 +84,29 @@ def _compared(setting: _Case, device: torch.device) -> Outcome:
 
 def _errors(model: nn.Module, x: Tensor, y: Tensor, entries: Sequence[int]) -> dict[str, float]:
     """Relative differences of saltflat's from the two others', in float64."""
-    found = torch.cat([each.flatten() for each in sf.diagonal(model, (x, y)).values()])
+    found = torch.cat(
+        [each.flatten() for each in sf.diagonal(model, (x, y), progress=False).values()]
+    )
     looped = looped_diagonal(model, x, y, entries)
     off = found[list(entries)].to(looped) - looped
     result = {"loop_error": float(off.norm() / looped.norm()), "backpack_error": nan}
     if find_spec("backpack") is not None:
         other = _backpack(model, x, y)
-        result["backpack_error"] = abs(sf.trace(model, (x, y)).total - other) / other
+        result["backpack_error"] = (
+            abs(sf.trace(model, (x, y), progress=False).total - other) / other
+        )
     return result
 
 
 def _backpack(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """The trace by BackPACK."""
-    import copy
-
     import backpack
     from backpack.extensions import DiagGGNExact
 
-    extended, loss = backpack.extend(copy.deepcopy(model)), backpack.extend(nn.CrossEntropyLoss())
-    with backpack.backpack(DiagGGNExact()):
+    extended, loss = backpack.extend(deepcopy(model)), backpack.extend(nn.CrossEntropyLoss())
+    with backpack.backpack(DiagGGNExact()), warnings.catch_warnings():
+        # Of its hooks, where the inputs of a network need no gradient.
+        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
         loss(extended(x), y).backward()
     return float(sum(p.diag_ggn_exact.sum() for p in extended.parameters()))
 
