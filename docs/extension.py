@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from saltflat.bibliography import ENTRIES
+from saltflat.bibliography import title
 from saltflat.cli.app import app
 from saltflat.measurement import EVERY_RESCALING, Symmetry
 from saltflat.measures import MEASURES, Measure
@@ -168,11 +168,9 @@ def reproduced_pages(app: Sphinx) -> None:
     folder = Path(app.srcdir) / "reproduced"
     folder.mkdir(exist_ok=True)
     for paper, experiments in _papers().items():
-        title = re.search(r"title = \{(.*?)\},", ENTRIES[experiments[0].paper], re.DOTALL)
-        assert title is not None
-        words = " ".join(title[1].replace("{", "").replace("}", "").split())
         sections = [_section(experiment, folder) for experiment in experiments]
-        store.write(folder / f"{paper}.md", "\n\n".join([f"# {words}", *sections]))
+        page = "\n\n".join([f"# {title(experiments[0].paper)}", *sections])
+        store.write(folder / f"{paper}.md", page)
     known = {RESULTS / f"{name}.json" for name in EXPERIMENTS}
     for path in set(RESULTS.rglob("*.json")) - known:
         logger.warning("there is no experiment for %s", path)

@@ -19,9 +19,9 @@ from saltflat.errors import MissingData
 from saltflat.papers import EXPERIMENTS, random_labels, reproduce
 from saltflat.papers.minimum_sharpness import figure_1, figure_2, figure_3, label_noise
 from saltflat.papers.minimum_sharpness.label_noise import Recipe
-from saltflat.papers.minimum_sharpness.small_networks import case, looped_diagonal
+from saltflat.papers.minimum_sharpness.small_networks import case, looped_diagonal, loss_gradient
 from saltflat.papers.random_labels import Order, images, scores, started, with_noise
-from saltflat.sweep import Run
+from saltflat.sweep import Run, Settings
 from saltflat.zoo import mlp
 
 CPU = torch.device("cpu")
@@ -219,8 +219,35 @@ def test_figure_1_compares_ratios_with_the_published_ones() -> None:
     figure_1.draw(runs).canvas.draw()
 
 
+def test_the_code_s_approximation_is_of_the_diagonal_over_the_weights() -> None:
+    """Of one linear layer, which has no kinks."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(7, 4).double(), torch.arange(7) % 3
+    weights = torch.linspace(0.2, 0.4, 15).double() * (2 * torch.randint(2, (15,)) - 1)
+    torch.nn.utils.vector_to_parameters(weights, model.parameters())
+    exact = Dense(model, x, y).hessian.diagonal()
+
+    def gradient(shift):
+        torch.nn.utils.vector_to_parameters(weights + shift, model.parameters())
+        return loss_gradient(model, x, y)
+
+    setting = figure_3._Case("fcnn", 7, 0, draws=1000)
+    _, relative, clipped = figure_3._WAYS["icml"]
+    _, coded, _ = figure_3._WAYS["coded"]
+    errors = [
+        figure_3._errors(gradient, weights, target, directions, clipped, setting)[-1]
+        for directions, target in [
+            (relative, exact),
+            (coded, exact / weights.abs()),
+            (coded, exact),
+        ]
+    ]
+    assert max(errors[:2]) < 0.3
+    assert errors[2] > 1
+
+
 def test_approximations_come_near_with_draws_and_the_code_s_does_not() -> None:
-    setting = {"network": "fcnn", "n": 10, "seed": 0, "draws": 64}
+    setting: Settings = {"network": "fcnn", "n": 10, "seed": 0, "draws": 64}
     (found,) = figure_3.work([setting], CPU)
     for name in ("arxiv", "icml"):
         assert found[name][-1] < 0.5 * found[name][0]

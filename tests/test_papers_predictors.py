@@ -27,6 +27,7 @@ def generator(seed: int = 0) -> torch.Generator:
 IMAGES = torch.randn(24, 5, 4, generator=generator(), dtype=torch.float64)
 LABELS = torch.randint(3, (3, 24), generator=generator(1))
 BATCH = 8
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def members() -> list[nn.Sequential]:
@@ -48,10 +49,11 @@ def recipe(**changes) -> Recipe:
     return replace(plain, **changes)
 
 
-def trained(chosen: Recipe, epochs: int = 2, target: float = 0.0) -> list[nn.Sequential]:
-    models = members()
-    train_until(models, IMAGES, LABELS, chosen, batch=BATCH, target=target, epochs=epochs)
-    return models
+def trained(chosen: Recipe, epochs: int = 2, device: str = "cpu") -> list[nn.Sequential]:
+    models = [model.to(device) for model in members()]
+    images, labels = IMAGES.to(device), LABELS.to(device)
+    train_until(models, images, labels, chosen, batch=BATCH, target=0.0, epochs=epochs)
+    return [model.cpu() for model in models]
 
 
 def alone(chosen: Recipe, member: int, rho: float = 0.0, strength: float = 0.0) -> nn.Sequential:
@@ -87,15 +89,18 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize(("rho", "strength"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2)])
-def test_members_are_trained_as_they_would_be_alone(rho: float, strength: float) -> None:
+def test_members_are_trained_as_they_would_be_alone(
+    rho: float, strength: float, device: str
+) -> None:
     """By torch's SGD, our SAM and our FAM, which have tests of their own."""
     given = {
         name: torch.full((3,), value, dtype=torch.float64)
         for name, value in (("rho", rho), ("strength", strength))
     }
     chosen = recipe(**given)
-    together = trained(chosen)
+    together = trained(chosen, device=device)
     plain = trained(recipe())
     for member, model in enumerate(together):
         assert distance(model, alone(chosen, member, rho, strength)) < 1e-10

@@ -11,7 +11,10 @@ from torch import nn
 
 import saltflat as sf
 from saltflat.datasets import Batches, Data
+from saltflat.papers import trained
 from saltflat.papers.trained import accuracy, cosine, decays, fit, mean_loss, one_cycle
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def data() -> Data:
@@ -141,6 +144,32 @@ def test_a_training_that_diverges_is_a_result() -> None:
     far = lambda model: torch.optim.SGD(model.parameters(), lr=1e30)  # noqa: E731
     history = fit(network(), data(), epochs=2, batch=16, optimizer=far)
     assert math.isnan(history.losses[-1])
+
+
+class FastAnywhere(trained._Pace):
+    """The GPU's way of calling a model, on the CPU too."""
+
+    def __init__(self, x: torch.Tensor, fast: bool) -> None:
+        super().__init__(x, fast)
+        self.fast = self.images = fast
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fast_training_learns_what_the_slow_one_does(device, penalty, monkeypatch) -> None:
+    """Weights that autocast kept from the first step would leave the loss where it was."""
+    monkeypatch.setattr(trained, "_Pace", FastAnywhere)
+    histories = []
+    for fast in (False, True):
+        model, some = network().to(device), data().to(device)
+        fam = sf.FAM(model, "4", 0.01) if penalty else None
+        histories.append(
+            fit(model, some, epochs=4, batch=16, optimizer=sgd, penalty=fam, fast=fast)
+        )
+    slow, quick = (history.losses for history in histories)
+    assert quick != slow
+    assert quick == pytest.approx(slow, rel=0.1)
+    assert quick[-1] < 0.8 * quick[0]
 
 
 def test_schedules() -> None:

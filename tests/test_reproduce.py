@@ -39,10 +39,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_lists_the_experiments() -> None:
     text = run().stdout
-    assert "made-up/squares" in text
-    assert "Squares of" in text
+    assert "made-up" in text
+    assert "/squares" in text
+    assert "Squares of numbers" in text
     content = json.loads(run("--json").stdout)
-    assert content["made-up/squares"]["minutes"] == {"small": 0.1}
+    assert content["made-up/squares"] == {
+        "title": "Squares of numbers",
+        "paper": "saltflat: scale-invariant sharpness for PyTorch",
+        "minutes": {"small": 0.1},
+    }
     assert list(content) == ["made-up/squares", "made-up/others"]
 
 
@@ -88,6 +93,15 @@ def test_json_is_what_is_saved_and_nothing_is_run_twice(place: Path) -> None:
     both = json.loads(run("made-up", "--json").stdout)
     assert both["made-up/squares"]["runs"] == first["runs"]
     assert list(both) == list(json.loads(run("all", "--json").stdout)) == list(EXPERIMENTS)
+
+
+def test_runs_that_are_timed_are_alone(place: Path) -> None:
+    """A function of a test cannot go to another process."""
+    timed = dataclasses.replace(sweeps.SQUARES, work=lambda *args: sweeps.quick(*args))
+    with pytest.raises(sf.InvalidValue, match="top of a module"):
+        reproduce(timed, workers=2, progress=False)
+    alone = dataclasses.replace(timed, alone=True)
+    assert len(reproduce(alone, workers=2, on="ray", progress=False).runs) == 8
 
 
 def test_sizes_are_kept_apart(place: Path) -> None:
@@ -146,6 +160,10 @@ def test_numbers_that_are_not_finite_are_saved(place: Path) -> None:
     loaded = Reproduction.load(result.save("r.json"))
     assert loaded.runs == runs
     assert str(loaded) == str(result)
+    alone = dataclasses.replace(result, rows=(Row("a", 1.0, 0.5),))
+    assert "published" in str(result)
+    assert "published" not in str(alone)  # no empty columns
+    assert "1 ± 0.5" in str(alone)
     assert result.machines == ("abacus (1 thread)", "abacus (2 threads)")
     assert "What we changed: nothing." in result.markdown()
     damaged = json.loads(Path("r.json").read_text())

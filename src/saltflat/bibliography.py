@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from saltflat.errors import InvalidValue, nearest
 from saltflat.version import __version__
 
@@ -122,3 +124,10 @@ def bibtex(*keys: str) -> str:
     if not keys:
         raise InvalidValue("It has no references: it is a user's own, or from an older file.")
     return "\n\n".join(ENTRIES[key] for key in keys)
+
+
+def title(key: str) -> str:
+    """Of a paper, on one line and without braces."""
+    found = re.search(r"title = \{(.*?)\},\n", ENTRIES[key], re.DOTALL)
+    assert found is not None
+    return " ".join(found[1].translate({ord("{"): None, ord("}"): None}).split())

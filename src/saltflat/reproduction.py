@@ -16,6 +16,7 @@ from saltflat.sweep import Run
 from saltflat.work import spelled
 
 _COLUMNS = ("what", "published", "ours", "difference", "note")
+_NONE = "–"
 
 
 @final
@@ -41,7 +42,7 @@ class Row:
 
 
 def _digits(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return _NONE if value is None else f"{value:.4g}"
 
 
 @final
@@ -91,15 +92,20 @@ class Reproduction(Printed):
         )
 
     def table(self, width: int) -> Table:
-        """Published and ours; what was changed, and how it was made, below."""
+        """Published and ours; what was changed, and how it was made, below.
+
+        Columns without an entry are left out.
+        """
         view = Table(title=f"{self.name}, {self.size}: {escape(self.title)}")
         view.title_justify = view.caption_justify = "left"
-        for column in _COLUMNS:
+        cells = [row.cells for row in self.rows]
+        shown = [k for k in range(len(_COLUMNS)) if any(row[k] not in ("", _NONE) for row in cells)]
+        for column in (_COLUMNS[k] for k in shown):
             right = column in ("published", "ours", "difference")
             view.add_column("" if column in ("what", "note") else column, no_wrap=right)
             view.columns[-1].justify = "right" if right else "left"
-        for row in self.rows:
-            view.add_row(*map(escape, row.cells))
+        for row in cells:
+            view.add_row(*(escape(row[k]) for k in shown))
         changed = [f"Changed: {sentence}" for sentence in self.changed]
         view.caption = escape("\n".join([*changed, self.circumstances]))
         return view

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from saltflat.bibliography import title
 from saltflat.cli.running import Voice, saved
 from saltflat.errors import SaltflatError, nearest
 from saltflat.papers import EXPERIMENTS, Experiment, Size, reproduce
@@ -26,19 +27,28 @@ class Listing(Printed):
 
     def content(self) -> dict[str, Any]:
         return {
-            name: {"title": each.title, "paper": each.paper, "minutes": each.minutes}
+            name: {"title": each.title, "paper": title(each.paper), "minutes": each.minutes}
             for name, each in EXPERIMENTS.items()
         }
 
     def table(self, width: int) -> Table:
-        view = Table(caption_justify="left")
-        for column in ("experiment", "what", "paper", *(f"{size}, min" for size in get_args(Size))):
-            view.add_column(column, justify="right" if "min" in column else "left")
+        """By paper."""
+        view, last = Table(caption_justify="left"), ""
+        view.add_column("experiment", no_wrap=True)
+        view.add_column("what", overflow="fold")
+        view.add_column("minutes", justify="right", no_wrap=True)
         for name, each in EXPERIMENTS.items():
-            minutes = (f"{each.minutes[s]:g}" if s in each.minutes else "?" for s in get_args(Size))
-            view.add_row(name, escape(each.title), each.paper, *minutes)
-        view.columns[0].no_wrap = True
-        view.caption = "small: on two cores; full: on one GPU. saltflat reproduce NAME runs one."
+            paper, _, figure = name.partition("/")
+            if paper != last:
+                view.add_section()
+                view.add_row(f"[bold]{paper}[/]", f"[bold]{escape(title(each.paper))}[/]")
+            minutes = (f"{each.minutes[s]:g}" if s in each.minutes else "–" for s in get_args(Size))
+            view.add_row(f"  /{figure}", escape(each.title), " / ".join(minutes))
+            last = paper
+        view.caption = (
+            "Minutes: small, on two cores / full, on one GPU. One of them, all of a paper, or all: "
+            "saltflat reproduce PAPER/EXPERIMENT, saltflat reproduce PAPER, saltflat reproduce all."
+        )
         return view
 
 

@@ -77,12 +77,9 @@ def _spearman(x: Columns, y: Columns) -> NDArray[np.float64]:
 
 def _kendall(x: Columns, y: Columns) -> NDArray[np.float64]:
     """τ_b, which counts ties out of both."""
-    signs = [np.sign(each[:, :, None] - each[:, None, :]).reshape(len(each), -1) for each in (x, y)]
-    with np.errstate(invalid="ignore"):
-        result: NDArray[np.float64] = (signs[0] * signs[1]).sum(1) / np.sqrt(
-            (signs[0] ** 2).sum(1) * (signs[1] ** 2).sum(1)
-        )
-    return result
+    from scipy.stats import kendalltau
+
+    return np.array([kendalltau(*pair).statistic for pair in zip(x, y, strict=True)])
 
 
 _BY_KIND: dict[Kind, Callable[[Any, Any], NDArray[np.float64]]] = {

@@ -30,7 +30,8 @@ class Experiment:
 
     `runs` lists what is run for a size, `work` runs some of them, `rows` makes the table of what
     came out, and `draw` the picture. Runs with the same `together` are given to `work` at once,
-    `most` at a time.
+    `most` at a time. Where runs are timed, `alone` keeps them from disturbing one another: they go
+    one after the other, in this process, whatever `reproduce` is told.
     """
 
     name: str  # "paper/figure"
@@ -44,6 +45,7 @@ class Experiment:
     together: Callable[[Settings], Hashable] | None = None
     most: int = 1
     minutes: Mapping[Size, float] = field(default_factory=dict)  # expected, where it is known
+    alone: bool = False
 
 
 def reproduce(
@@ -67,9 +69,9 @@ def reproduce(
         experiment.runs(size),
         experiment.work,
         Folder(place / "runs"),
-        on=on,
+        on="here" if experiment.alone else on,
         device=device,
-        workers=workers,
+        workers=1 if experiment.alone else workers,
         together=experiment.together,
         most=experiment.most,
         progress=progress,

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
+from rich.text import Text
 
 from saltflat.work import spelled
 
@@ -22,17 +23,17 @@ class Tally:
     def __init__(self, title: str, total: int, found: int, shown: bool = True) -> None:
         self.title, self.total, self.found = title, total, found
         self.done = self.failed = 0
-        self._start = self._told = perf_counter()
+        self._start = self._last = self._told = perf_counter()
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
+            SpinnerColumn(),
+            _Words(self),
+            BarColumn(bar_width=10),
             console=console,
             transient=True,
             disable=not (shown and console.is_terminal),
         )
-        self._task = self._bar.add_task(str(self), total=total, completed=found)
+        self._task = self._bar.add_task(title, total=total, completed=found)
         self._logged = shown and not console.is_terminal
 
     def __enter__(self) -> Tally:
@@ -43,27 +44,42 @@ class Tally:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._bar.stop()
-        if self._logged and self.done + self.failed:
+        if self._logged and self._last > self._told:  # since the last line
             self._log()
 
     def advance(self, runs: int = 0, failed: int = 0) -> None:
         """So many more are done."""
         self.done, self.failed = self.done + runs, self.failed + failed
-        self._bar.update(self._task, advance=runs + failed, description=str(self))
-        if self._logged and perf_counter() - self._told >= _EVERY:
+        self._last = perf_counter()
+        self._bar.advance(self._task, runs + failed)
+        if self._logged and self._last - self._told >= _EVERY:
             self._log()
 
     def __str__(self) -> str:
         text = f"{self.title}: {self.found + self.done} of {self.total} runs"
         if self.failed:
             text += f", {self.failed} failed"
-        over, left = self.done + self.failed, self.total - self.found - self.done - self.failed
+        over = self.done + self.failed
         if not over:
             return f"{text} were done before" if self.found else text
-        pace = (perf_counter() - self._start) / over
-        rate = f"{1 / pace:.1f} a second" if pace < 1 else f"{60 / pace:.1f} a minute"
-        return f"{text}, {rate}" + (f", about {spelled(pace * left)} left" if left else "")
+        pace = max(self._last - self._start, 1e-9) / over
+        text += f", {60 / pace:.1f} a minute" if pace > 1 else f", {1 / pace:.1f} a second"
+        missing = self.total - self.found - over
+        left = max(0.0, pace * missing - (perf_counter() - self._last))
+        return f"{text}, about {spelled(left)} left" if missing else text
 
     def _log(self) -> None:
         self._told = perf_counter()
         print(f"saltflat: {self}", file=sys.stderr, flush=True)
+
+
+@final
+class _Words(ProgressColumn):
+    """What the tally says, anew whenever it is drawn."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self._tally = tally
+
+    def render(self, task: Task) -> Text:
+        return Text(str(self._tally), no_wrap=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.minimum_sharpness.small_networks import (
     SAMPLES,
@@ -126,20 +127,15 @@ def rows(runs: Sequence[Run]) -> list[Row]:
             table.append(_ratio(some, "backpack_seconds", f"{what} BackPACK"))
     largest = [("loop_error", "the loop's entries"), ("backpack_error", "BackPACK's trace")]
     return table + [
-        Row(f"largest relative difference from {what}", max(_column(runs, name)), note="float64")
+        Row(f"largest relative difference from {what}", max(column(runs, name)), note="float64")
         for name, what in largest
     ]
 
 
 def _ratio(runs: Sequence[Run], name: str, what: str, published: float | None = None) -> Row:
     """Of times, mean over seeds."""
-    ratios = np.array(_column(runs, name)) / np.array(_column(runs, "saltflat_seconds"))
-    error = float(ratios.std(ddof=1) / len(ratios) ** 0.5) if len(ratios) > 1 else None
-    return Row(what, float(ratios.mean()), error, published)
-
-
-def _column(runs: Sequence[Run], name: str) -> list[float]:
-    return [float(run[name]) for run in runs]
+    pairs = zip(column(runs, name), column(runs, "saltflat_seconds"), strict=True)
+    return mean_row(what, [other / ours for other, ours in pairs], published)
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -156,8 +152,8 @@ def draw(runs: Sequence[Run]) -> Figure:
             times.plot(SAMPLES, means, f"o{line}", color=colour, label=f"{name}, {title}")
             if way != "saltflat":
                 errors.plot(
-                    _column(some, "n"),
-                    _column(some, f"{way}_error"),
+                    column(some, "n"),
+                    column(some, f"{way}_error"),
                     "o" if network == "fcnn" else "^",
                     color=colour,
                     alpha=0.7,
@@ -174,7 +170,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def _mean(runs: Sequence[Run], n: int, name: str) -> float:
-    return float(np.mean(_column([run for run in runs if run["n"] == n], name)))
+    return float(np.mean(column([run for run in runs if run["n"] == n], name)))
 
 
 FIGURE_1 = Experiment(

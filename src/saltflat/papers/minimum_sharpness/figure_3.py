@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import saltflat as sf
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.minimum_sharpness.small_networks import SAMPLES, TITLES, case, loss_gradient
 from saltflat.sweep import Outcome, Run, Settings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RADIUS = 1e-5  # as in the public code
+_REPEATS = 3
 _ZERO = 1e-8  # likewise: what is added to denominators
 Draw = Callable[[Tensor, Generator], tuple[Tensor, Tensor]]
 
@@ -97,18 +99,25 @@ def _approximated(setting: _Case, device: torch.device) -> Outcome:
         vector_to_parameters(weights + shift, shifted.parameters())
         return loss_gradient(shifted, x, y)
 
-    gradient(torch.zeros_like(weights))  # what is set up on first use is not timed
-    start = perf_counter()
-    float(gradient(torch.zeros_like(weights)).sum())
-    one = perf_counter() - start
-    sf.diagonal(model, (x, y), progress=False)
-    start = perf_counter()
+    at_rest = torch.zeros_like(weights)
+    one = _seconds(lambda: float(gradient(at_rest).sum()))
+    all_of_it = _seconds(lambda: sf.diagonal(model, (x, y), progress=False))
     diagonal = sf.diagonal(model, (x, y), progress=False)
-    outcome: dict[str, object] = {"exact_price": (perf_counter() - start) / one}
     exact = torch.cat([each.flatten() for each in diagonal.values()]).to(weights)
+    outcome: dict[str, object] = {"exact_price": all_of_it / one}
     for name, (_, directions, clipped) in _WAYS.items():
         outcome[name] = _errors(gradient, weights, exact, directions, clipped, setting)
     return outcome
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The least of some calls."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        call()
+        best = min(best, perf_counter() - start)
+    return best
 
 
 def _errors(
@@ -135,26 +144,20 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     table = []
     for network, n in dict.fromkeys((run["network"], run["n"]) for run in runs):
         some = [run for run in runs if (run["network"], run["n"]) == (network, n)]
-        draws = some[0]["draws"]
+        where, spent = f"{TITLES[network]}, n = {n}", f"{2 * some[0]['draws']} gradients"
         for name, (title, *_) in _WAYS.items():
-            last = np.array([run[name][-1] for run in some])
-            what = f"{TITLES[network]}, n = {n}: relative error, {title}"
-            table.append(Row(what, float(last.mean()), _error(last), note=f"{2 * draws} gradients"))
-        prices = np.array([float(run["exact_price"]) for run in some])
-        what = f"{TITLES[network]}, n = {n}: exact diagonal, in gradients"
-        table.append(Row(what, float(prices.mean()), _error(prices), note="of the same run's time"))
+            last = [run[name][-1] for run in some]
+            table.append(mean_row(f"{where}: relative error, {title}", last, note=spent))
+        what = f"{where}: exact diagonal, in gradients"
+        table.append(mean_row(what, column(some, "exact_price"), note="of the same run's time"))
     return table
-
-
-def _error(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 def draw(runs: Sequence[Run]) -> Figure:
     """Errors against gradients; the vertical lines are the exact diagonal's price."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     panels = figure.subplots(1, len(TITLES), sharey=True)
     for axes, (network, title) in zip(panels, TITLES.items(), strict=True):
         some = [run for run in runs if run["network"] == network]
@@ -165,12 +168,13 @@ def draw(runs: Sequence[Run]) -> Figure:
                 errors = np.mean([run[name] for run in these], axis=0)
                 label = f"{_WAYS[name][0]}, n = {n}"
                 axes.plot(gradients, errors, line, color=colour, label=label)
-            price = np.mean([float(run["exact_price"]) for run in these])
+            price = np.mean(column(these, "exact_price"))
             axes.axvline(price, color="C2", ls=line, label=f"exact, n = {n}")
         axes.set(title=title, xscale="log", yscale="log", xlabel="gradients of the loss")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=7)
     panels[0].set_ylabel("relative error of diag H, L2")
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
@@ -181,7 +185,8 @@ FIGURE_3 = Experiment(
     changed=(
         "Errors are divided by the norm of the diagonal, and drawn against the number of gradients "
         "instead of seconds.",
-        "All is in float64, so that what is left is the noise of the draws and not rounding.",
+        "All is in float64, so that rounding plays no part. Where a shift crosses the kink of a "
+        "ReLU, the gradient jumps, which finite differences take for curvature.",
         "The paper does not print the later version's formula. The public code shifts every weight "
         "by one radius and divides by twice the radius times the weight's size, which do not "
         "belong together; here the shift is relative too, and the code's way is drawn beside it.",

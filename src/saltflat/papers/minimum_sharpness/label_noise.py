@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, nan
 from typing import TYPE_CHECKING, final
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.datasets import Data
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.correlations import correlation
 from saltflat.papers.experiment import Row
 from saltflat.papers.random_labels import RATIOS, Order, images, scores, started, with_noise
@@ -125,7 +126,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     table = []
     for name, title in MEASURES.items():
         table += [
-            correlation(_column(whole, name), _column(whole, "gap"), kind).row(
+            correlation(column(whole, name), column(whole, "gap"), kind).row(
                 f"{kind}, {title} and gap"
             )
             for kind in ("Spearman", "Kendall")
@@ -133,7 +134,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         table.append(_rise(whole, name, title))
     if len(whole) < len(runs):
         table += [
-            correlation(_column(runs, name), _column(runs, "gap")).row(
+            correlation(column(runs, name), column(runs, "gap")).row(
                 f"Spearman, {title} and gap, collapsed networks too"
             )
             for name, title in MEASURES.items()
@@ -144,7 +145,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 
 def _rise(runs: Sequence[Run], name: str, title: str) -> Row:
     """Of the means over seeds: from how many ratios to the next do they rise."""
-    means = np.array([mean for mean, _ in by_noise(runs, name).values()])
+    means = [np.mean(values) for values in by_noise(runs, name).values()]
     note = f"of {len(means) - 1} steps of the noise"
     return Row(f"rises of the mean {title}", float((np.diff(means) > 0).sum()), note=note)
 
@@ -153,24 +154,15 @@ def _accuracies(runs: Sequence[Run]) -> list[Row]:
     """How well the networks learned the least and the most random labels."""
     learned = by_noise(runs, "train_accuracy")
     ends = dict.fromkeys([min(learned), max(learned)]) if learned else {}
-    return [Row(f"training accuracy, noise {noise:g}", *learned[noise]) for noise in ends]
+    return [mean_row(f"training accuracy, noise {noise:g}", learned[noise]) for noise in ends]
 
 
-def by_noise(runs: Sequence[Run], name: str) -> Mapping[float, tuple[float, float | None]]:
-    """Means over seeds and their standard errors."""
+def by_noise(runs: Sequence[Run], name: str) -> dict[float, list[float]]:
+    """One number of all seeds, from the least noise to the most."""
     groups: dict[float, list[float]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda each: float(each["noise"])):
         groups.setdefault(float(run["noise"]), []).append(float(run[name]))
-    return {noise: _mean(np.array(groups[noise])) for noise in sorted(groups)}
-
-
-def _mean(values: np.ndarray) -> tuple[float, float | None]:
-    error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    return float(values.mean()), error
-
-
-def _column(runs: Sequence[Run], name: str) -> list[float]:
-    return [float(run[name]) for run in runs]
+    return groups
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -180,13 +172,13 @@ def draw(runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, len(MEASURES), sharey=True)
     for axes, (name, title) in zip(panels, MEASURES.items(), strict=True):
-        edge = min((value for value in _column(runs, name) if value > 0), default=1.0) / 2
+        edge = min((value for value in column(runs, name) if value > 0), default=1.0) / 2
         for collapsed, marker in [(False, "o"), (True, "x")]:
             some = [run for run in runs if bool(run["collapsed"]) == collapsed]
             points = axes.scatter(
-                [value if value > edge else edge for value in _column(some, name)],
-                _column(some, "gap"),
-                c=_column(some, "noise"),
+                [value if value > edge else edge for value in column(some, name)],
+                column(some, "gap"),
+                c=column(some, "noise"),
                 marker=marker,
                 s=28,
                 vmin=0,

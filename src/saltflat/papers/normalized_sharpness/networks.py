@@ -13,6 +13,7 @@ from torch import nn
 
 import saltflat as sf
 from saltflat.datasets import Data
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.correlations import correlation
 from saltflat.papers.experiment import Row, Size
 from saltflat.papers.normalized_sharpness.adam import adam_together
@@ -170,13 +171,13 @@ def rows(runs: Sequence[Run], name: str, title: str, published: float) -> list[R
         whole = [run for run in some if not run["collapsed"]]
         what = f"{_TITLES[network]}: {title} and gap"
         value = published if network == "wrn-cifar10" else None
-        columns = _column(whole, name), _column(whole, "gap")
+        columns = column(whole, name), column(whole, "gap")
         table.append(correlation(*columns, "Pearson").row(f"{what}, Pearson", value))
         table.append(correlation(*columns, "Spearman").row(f"{what}, Spearman"))
-        noisiest = max(_column(some, "noise"))
+        noisiest = max(column(some, "noise"))
         learned = [float(run["train_accuracy"]) for run in some if run["noise"] == noisiest]
         what = f"{_TITLES[network]}: training accuracy, noise {noisiest:g}"
-        table.append(Row(what, float(np.mean(learned))))
+        table.append(mean_row(what, learned))
     lost = sum(bool(run["collapsed"]) for run in runs)
     return [*table, Row("collapsed networks", lost, note=f"of {len(runs)}")]
 
@@ -196,8 +197,8 @@ def draw(runs: Sequence[Run], name: str, title: str) -> Figure:
             these = [run for run in some if bool(run["collapsed"]) == collapsed]
             points = axes.scatter(
                 _rescaled(these, some, name),
-                _column(these, "gap"),
-                c=_column(these, "noise"),
+                column(these, "gap"),
+                c=column(these, "noise"),
                 marker=marker,
                 vmin=0,
                 vmax=1,
@@ -213,7 +214,7 @@ def _rescaled(some: Sequence[Run], every: Sequence[Run], name: str) -> list[floa
     values = [float(run[name]) for run in every if not run["collapsed"]]
     values = [value for value in values if isfinite(value)] or [0.0]
     low, high = min(values), max(values)
-    places = (np.array(_column(some, name)) - low) / ((high - low) or 1)
+    places = (np.array(column(some, name)) - low) / ((high - low) or 1)
     return np.clip(np.nan_to_num(places), 0, 1).tolist()  # type: ignore[no-any-return]
 
 
@@ -222,7 +223,3 @@ def _by_network(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         groups.setdefault(str(run["network"]), []).append(run)
     return groups
-
-
-def _column(runs: Sequence[Run], name: str) -> list[float]:
-    return [float(run[name]) for run in runs]

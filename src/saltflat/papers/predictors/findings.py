@@ -37,7 +37,8 @@ SHOWN = (
     "fisher_rao_norm",
     "weight_norm",
 )
-_SOUGHT = frozenset({"tau", "psi", "partial"})  # what the picture shows
+# What the picture shows, and in which words.
+_PANELS = {"tau": "τ with the gap", "psi": "mean Ψ", "partial": "partial τ, given weight norm"}
 _COLOURS = {"measure": "#1f4e8c", "control": "#b3591d"}
 TITLES = {
     "tau": "τ with the gap",
@@ -224,7 +225,7 @@ def draw(runs: Sequence[Run]) -> Any:
     figure = optional("matplotlib.figure", "A picture").Figure((13, 13), layout="constrained")
     pool = Pool.of(runs)
     above, below = figure.subfigures(2, 1, height_ratios=[1.25, 1])
-    _draw_intervals(above, findings(pool, _SOUGHT), runs)
+    _draw_intervals(above, findings(pool, frozenset(_PANELS)), runs)
     _draw_scatter(below, pool)
     return figure
 
@@ -232,7 +233,7 @@ def draw(runs: Sequence[Run]) -> Any:
 def _draw_intervals(figure: Any, found: Mapping[str, Finding], runs: Sequence[Run]) -> None:
     *panels, last = figure.subplots(1, 4, width_ratios=[1, 1, 1, 0.7])
     order = sorted(found, key=lambda name: (name in CONTROLS, list(found).index(name)))[::-1]
-    for index, (axes, key) in enumerate(zip(panels, ("tau", "psi", "partial"), strict=True)):
+    for index, (axes, key) in enumerate(zip(panels, _PANELS, strict=True)):
         for height, name in enumerate(order):
             if key in found[name].statistics:
                 value = found[name].statistics[key]
@@ -240,7 +241,7 @@ def _draw_intervals(figure: Any, found: Mapping[str, Finding], runs: Sequence[Ru
                 axes.plot([value.low, value.high], [height, height], color=colour, lw=2)
                 axes.plot(value.value, height, "o", color=colour, ms=5)
         axes.axvline(0, color="0.6", lw=0.8)
-        axes.set(xlim=(-1, 1), ylim=(-0.7, len(order) - 0.3), xlabel=TITLES[key])
+        axes.set(xlim=(-1, 1), ylim=(-0.7, len(order) - 0.3), xlabel=_PANELS[key])
         axes.set_yticks(range(len(order)), order if index == 0 else [""] * len(order))
         axes.grid(axis="x", color="0.9")
     shares = reached_shares(runs)
@@ -248,7 +249,7 @@ def _draw_intervals(figure: Any, found: Mapping[str, Finding], runs: Sequence[Ru
     last.barh(range(len(names)), list(shares.values()), color="0.6")
     last.set_yticks(range(len(names)), names, fontsize=8)
     last.invert_yaxis()
-    last.set(xlim=(0, 1), xlabel="share that reached the training loss")
+    last.set(xlim=(0, 1), xlabel="share that reached it")
     reached = sum(run["epochs"] is not None for run in runs)
     figure.suptitle(
         f"{reached} of {len(runs)} networks reached the training loss; 95 % bootstrap intervals\n"
@@ -271,6 +272,7 @@ def _draw_scatter(figure: Any, pool: Pool) -> None:
             x, y = pool.numbers[name][those], 100 * pool.numbers["gap"][those]
             axes.scatter(x, y, s=10, alpha=0.7, color=colour, label=f"{100 * level:.0f} %")
         axes.set(xlabel=name, xscale="log")
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
     for first in panels[:, 0]:
         first.set_ylabel("gap of accuracy (percentage points)")
     panels[0, 0].legend(title="label noise", fontsize=8)

@@ -6,7 +6,7 @@ Written down before the pool was run:
 10000 test images, which keep their labels. Pixels are standardised.
 
 **Grid**, all 576 combinations, one network each: 2 or 4 hidden layers of 128 or 384 ReLU units;
-batches of 32 or 128; SGD with momentum 0.9 and a constant learning rate of 0.02 or 0.05; weight
+batches of 32 or 128; SGD with momentum 0.9 and a constant learning rate of 0.015 or 0.03; weight
 decay 0 or 2e-4; plain, or as SAM (ρ = 0.05), or with FAM's penalty on the last layer (strength
 0.005); images as they are, or flipped sideways with probability ½ each time; 0, 10 or 20 % of the
 training labels exchanged among one another. Every network has its own initial weights, order of
@@ -68,10 +68,10 @@ def runs(size: Size) -> Sequence[Settings]:
     """576 networks; 24 of them, on 1000 images and with fewer hyperparameters, for the small."""
     if size == "small":
         return grid(
-            width=[32, 64],
+            width=[64, 128],
             depth=[2],
             batch=[32],
-            lr=[0.05],
+            lr=[0.03],
             weight_decay=[2e-4],
             optimizer=["sgd", "sam", "fam"],
             augmentation=[False, True],
@@ -83,7 +83,7 @@ def runs(size: Size) -> Sequence[Settings]:
         width=[128, 384],
         depth=[2, 4],
         batch=[32, 128],
-        lr=[0.02, 0.05],
+        lr=[0.015, 0.03],
         weight_decay=[0.0, 2e-4],
         optimizer=["sgd", "sam", "fam"],
         augmentation=[False, True],

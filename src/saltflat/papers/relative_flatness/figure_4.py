@@ -199,4 +199,5 @@ FIGURE_4 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
+    minutes={"small": 0.5},
 )

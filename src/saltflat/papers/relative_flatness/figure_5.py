@@ -132,4 +132,5 @@ FIGURE_5 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
+    minutes={"small": 0.5},
 )

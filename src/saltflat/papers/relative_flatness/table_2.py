@@ -208,10 +208,11 @@ TABLE_2 = Experiment(
         "something else. Tr H is estimated with four probes a step.",
         "The paper names no batch size: here 10. Of its five λ, 0.002 and 0.02 are run.",
         "Distances are between sets of voxels.",
-        "The small size trains on 8 shapes for 12 epochs at 4e-3: too little to learn them.",
+        "The small size trains on 8 shapes for 12 epochs at 4e-3, too little to learn them.",
     ),
     runs=runs,
     work=work,
     rows=rows,
     draw=draw,
+    minutes={"small": 5},
 )
