@@ -14,7 +14,7 @@ import saltflat as sf
 from saltflat.datasets import Data
 from saltflat.papers import EXPERIMENTS, reproduce
 from saltflat.papers.bn_sharpness import accuracies, algorithms
-from saltflat.papers.trained import fit
+from saltflat.papers.trained import decays, fit
 from saltflat.sweep import Run
 
 CPU = torch.device("cpu")
@@ -127,6 +127,20 @@ def test_the_two_gradients_are_of_batches_of_their_own():
 
     assert all(len(set(passes)) == 3 for passes in trained(apart=True))
     assert all(len(set(passes)) == 1 for passes in trained(apart=False))
+
+
+def test_entropy_sgd_goes_to_its_average_at_every_rate():
+    made = []
+
+    def make(model):
+        made.append(sf.EntropySGD(model.parameters(), lr=0.1, steps=2))
+        return made[0]
+
+    model, half = nn.Linear(4, 10), decays(0.5, by=0.1)
+    fit(model, made_up((4,)), epochs=2, batch=8, optimizer=make, schedule=half)
+    assert made[0].at_center
+    assert made[0].param_groups[0]["lr"] == pytest.approx(0.01)
+    assert made[0].param_groups[0]["inner_lr"] == pytest.approx(0.01)
 
 
 def invented(experiment, gain: float = 1.0) -> list[Run]:

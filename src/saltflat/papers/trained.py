@@ -153,6 +153,8 @@ class _Steps:
             factor = self.schedule(self.done / self.steps)
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
+                if isinstance(self.optimizer, sf.EntropySGD):  # goes to its average at every rate
+                    group["inner_lr"] = group["lr"]
         self.done += 1
         closure, *further = (self._closure(*each) for each in (batch, *others))
         if isinstance(self.optimizer, sf.EntropySGD):  # every inner step has its own batch

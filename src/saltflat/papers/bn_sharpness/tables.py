@@ -41,6 +41,7 @@ _LARGE_BATCH: accuracies.Published = {  # table 2
 }
 _HEADLINE: accuracies.Published = {key: _LARGE_BATCH[key] for key in [*_LARGE_BATCH][:2]}
 _EPOCHS = {128: 20, 2048: 16}  # whole rounds of Entropy-SGD fit in
+_SMALL = {128: 16, 2048: 64}  # batches of the small size
 
 
 def runs(published: accuracies.Published, batch: int, size: Size) -> list[Settings]:
@@ -51,7 +52,7 @@ def runs(published: accuracies.Published, batch: int, size: Size) -> list[Settin
             "network": "VGG-11" if size == "full" else "LeNet",
             "samples": 50_000 if size == "full" else 512,
             "tested": 10_000 if size == "full" else 1000,
-            "batch": batch if size == "full" else batch // 8,
+            "batch": batch if size == "full" else _SMALL[batch],
             "epochs": _EPOCHS[batch] if size == "full" else 20,
             "algorithm": algorithm,
             "decay": decay,
@@ -93,10 +94,10 @@ def _experiment(name: str, title: str, published: accuracies.Published, batch: i
             "On a GPU networks run in bfloat16, their weights and optimizers in float32.",
             *CHANGED,
             "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at the "
-            "learning rate of SGD; dropout is off, and γ constant. Its curve is of the weights as "
-            "an epoch leaves them, which is within such steps; its last point is of the centre.",
+            "learning rate of SGD, inner and outer; dropout is off, γ constant. Its curve is of the "
+            "weights as an epoch leaves them, within such steps, and ends with the centre.",
             "The small size has the LeNet with BatchNorm in place of VGG-11, 512 training images, "
-            f"batches of {batch // 8}, 20 epochs, three seeds, and neither SGDS-5 nor trainings "
+            f"batches of {_SMALL[batch]}, 20 epochs, three seeds, and neither SGDS-5 nor trainings "
             "without weight decay.",
         ),
         runs=listed,
