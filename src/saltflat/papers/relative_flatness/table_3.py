@@ -203,6 +203,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         right.plot([place - 0.1] * len(found), found, "o", c=f"C{place}", alpha=0.6)
         right.errorbar(place + 0.1, mean, error or 0.0, fmt="_", ms=14, capsize=4, c=f"C{place}")
     left.set_xlabel("epoch")
+    left.locator_params(axis="x", integer=True)
     left.set_ylabel("loss on the development set")
     left.legend(fontsize=8)
     right.set_xticks(range(len(by_method)), [m.replace(", ", "\n") for m in by_method])
