@@ -317,5 +317,5 @@ def test_the_small_pool(tmp_path) -> None:
     result = reproduce(pool.POOL, "small", folder=tmp_path, progress=False)
     table = {row.what: row for row in result.rows}
     assert table["networks of 24 that reached the training loss"].ours >= 20
-    assert table["τ with the gap: hessian_trace"].ours > 0.3  # half of them have label noise
+    assert table["τ with the gap: rho"].ours > 0.3  # half of them have label noise
     assert (tmp_path / "predictors" / "pool" / "small" / "figure.png").exists()

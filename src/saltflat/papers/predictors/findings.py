@@ -272,7 +272,11 @@ def _draw_scatter(figure: Any, pool: Pool) -> None:
             x, y = pool.numbers[name][those], 100 * pool.numbers["gap"][those]
             axes.scatter(x, y, s=10, alpha=0.7, color=colour, label=f"{100 * level:.0f} %")
         axes.set(xlabel=name, xscale="log")
-        axes.tick_params(axis="x", which="minor", labelbottom=False)
+        positive = pool.numbers[name][pool.numbers[name] > 0]
+        if len(positive):
+            ticks = np.geomspace(positive.min(), positive.max(), 4)
+            axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+            axes.set_xticks([], minor=True)
     for first in panels[:, 0]:
         first.set_ylabel("gap of accuracy (percentage points)")
     panels[0, 0].legend(title="label noise", fontsize=8)
