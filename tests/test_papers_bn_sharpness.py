@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from math import ceil
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_entropy_sgd_ends_with_its_weights_at_the_center(size):
 
 def test_optimizers_are_set_as_the_paper_says():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    by_name = {
+    by_name: dict[Any, Any] = {
         s["algorithm"]: algorithms.optimizer(model, s)
         for s in TABLE_2.runs("full")
         if s["seed"] == 0 and s["decay"]

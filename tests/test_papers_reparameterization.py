@@ -49,6 +49,7 @@ def test_what_is_run():
     assert Counter(s["batch"] for s in full) == {4: 36, 32: 36, 64: 36, 512: 36}
     assert len({s["start"] for s in full}) == 4
     assert len({s["seed"] for s in full}) == 9
+    assert FIRST.together is not None
     assert len({FIRST.together(s) for s in full}) == 4
     assert FIRST.most == 36
     assert Counter(s["batch"] for s in THIRD.runs("full")) == dict.fromkeys(figure_3._RATES, 10)

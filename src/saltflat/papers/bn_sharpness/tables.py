@@ -94,7 +94,7 @@ def _experiment(name: str, title: str, published: accuracies.Published, batch: i
             "On a GPU networks run in bfloat16, their weights and optimizers in float32.",
             *CHANGED,
             "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at the "
-            "learning rate of SGD, inner and outer; dropout is off, γ constant. Its curve is of the "
+            "learning rate of SGD, inner and outer; no dropout, γ constant. Its curve is of the "
             "weights as an epoch leaves them, within such steps, and ends with the centre.",
             "The small size has the LeNet with BatchNorm in place of VGG-11, 512 training images, "
             f"batches of {_SMALL[batch]}, 20 epochs, three seeds, and neither SGDS-5 nor trainings "
