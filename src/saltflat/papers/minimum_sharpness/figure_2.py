@@ -32,4 +32,5 @@ FIGURE_2 = Experiment(
     draw=draw,
     together=alike,
     most=22,
+    minutes={"full": 10},
 )

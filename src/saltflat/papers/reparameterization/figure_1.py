@@ -242,4 +242,5 @@ FIGURE_1 = Experiment(
     draw=draw,
     together=alike,
     most=len(_STARTS) * _SEEDS,
+    minutes={"full": 17},
 )
