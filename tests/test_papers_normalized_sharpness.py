@@ -154,9 +154,6 @@ def test_both_figures_keep_the_same_runs(tmp_path: Path) -> None:
     few = replace(FIGURES[0], runs=lambda size: MICRO.settings(seeds=1, ratios=[0.0, 0.5, 1.0]))
     reproduce(few, folder=tmp_path, progress=False)
     other = replace(FIGURES[1], runs=few.runs, work=never)
-    folder = tmp_path / "normalized-sharpness"
-    (folder / "figure-4").mkdir()
-    (folder / "figure-3" / "small").rename(folder / "figure-4" / "small")
     assert len(reproduce(other, folder=tmp_path, progress=False).runs) == 3
 
 

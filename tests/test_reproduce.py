@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import sweeps
@@ -175,3 +176,13 @@ def test_numbers_that_are_not_finite_are_saved(place: Path) -> None:
 
 def test_help_says_what_a_name_is() -> None:
     assert "An experiment, a paper, or all." in run("--help").stdout
+
+
+ALL = dict(EXPERIMENTS)  # before tests take them away
+
+
+@pytest.mark.parametrize("name", [name for name, each in ALL.items() if each.runs_of])
+@pytest.mark.parametrize("size", get_args(Size))
+def test_runs_of_another_experiment_are_among_its_own(name: str, size: Size) -> None:
+    theirs = [dict(each) for each in ALL[ALL[name].runs_of or ""].runs(size)]
+    assert all(dict(each) in theirs for each in ALL[name].runs(size))

@@ -31,7 +31,8 @@ class Experiment:
     `runs` lists what is run for a size, `work` runs some of them, `rows` makes the table of what
     came out, and `draw` the picture. Runs with the same `together` are given to `work` at once,
     `most` at a time. Where runs are timed, `alone` keeps them from disturbing one another: they go
-    one after the other, in this process, whatever `reproduce` is told.
+    one after the other, in this process, whatever `reproduce` is told. Where another experiment
+    has the same runs, `runs_of` names it, so that they are run once.
     """
 
     name: str  # "paper/figure"
@@ -46,6 +47,7 @@ class Experiment:
     most: int = 1
     minutes: Mapping[Size, float] = field(default_factory=dict)  # expected, where it is known
     alone: bool = False
+    runs_of: str | None = None
 
 
 def reproduce(
@@ -61,14 +63,14 @@ def reproduce(
     """Run an experiment, or go on with it, and write its results, table and picture.
 
     Below `folder`, in a folder named after the experiment and the size: `runs/` with one file a
-    run, `results.json`, `table.md` and `figure.png`.
+    run, unless it has the runs of another one, `results.json`, `table.md` and `figure.png`.
     """
     pyplot = optional("matplotlib.pyplot", "The figure of an experiment")  # before hours of work
     place = Path(folder) / experiment.name / size
     runs = sweep(
         experiment.runs(size),
         experiment.work,
-        Folder(place / "runs"),
+        Folder(Path(folder) / (experiment.runs_of or experiment.name) / size / "runs"),
         on="here" if experiment.alone else on,
         device=device,
         workers=1 if experiment.alone else workers,

@@ -83,7 +83,13 @@ def draw(published: accuracies.Published, runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _experiment(name: str, title: str, published: accuracies.Published, batch: int) -> Experiment:
+def _experiment(
+    name: str,
+    title: str,
+    published: accuracies.Published,
+    batch: int,
+    runs_of: str | None = None,
+) -> Experiment:
     listed: Callable[[Size], list[Settings]] = partial(runs, published, batch)
     return Experiment(
         name=f"bn-sharpness/{name}",
@@ -104,11 +110,16 @@ def _experiment(name: str, title: str, published: accuracies.Published, batch: i
         work=work,
         rows=lambda runs: accuracies.rows(runs, published),
         draw=partial(draw, published),
+        runs_of=runs_of,
     )
 
 
 HEADLINE = _experiment(
-    "table-2-headline", "SGD and SGDS-0 of table 2, batches of 2048", _HEADLINE, 2048
+    "table-2-headline",
+    "SGD and SGDS-0 of table 2, batches of 2048",
+    _HEADLINE,
+    2048,
+    runs_of="bn-sharpness/table-2",
 )
 TABLE_2 = _experiment("table-2", "VGG-11 on CIFAR-10, batches of 2048", _LARGE_BATCH, 2048)
 TABLE_1 = _experiment("table-1", "VGG-11 on CIFAR-10, batches of 128", _SMALL_BATCH, 128)

@@ -35,4 +35,5 @@ FIGURE_4 = Experiment(
     draw=_draw,
     together=networks.together,
     most=33,
+    runs_of="normalized-sharpness/figure-3",
 )
