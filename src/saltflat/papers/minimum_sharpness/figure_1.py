@@ -194,4 +194,5 @@ FIGURE_1 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
+    alone=True,
 )

@@ -200,4 +200,5 @@ FIGURE_4 = Experiment(
     rows=rows,
     draw=draw,
     minutes={"small": 0.5},
+    alone=True,
 )

@@ -133,4 +133,5 @@ FIGURE_5 = Experiment(
     rows=rows,
     draw=draw,
     minutes={"small": 0.5},
+    alone=True,
 )
