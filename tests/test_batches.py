@@ -241,6 +241,7 @@ def test_uniform_labels() -> None:
         ({"classes": 2}, "largest label, 2. Got 2"),
         ({"seed": -3}, "Got -3"),
         ({"labels": torch.zeros(3)}, "float32"),
+        ({"labels": torch.tensor([0, 1, -100])}, "Got -100"),  # what a loss ignores
         ({"labels": torch.zeros(3, 2, dtype=torch.int64)}, r"\(3, 2\)"),
     ],
 )

@@ -127,6 +127,8 @@ def noisy(
             f"labels must be whole numbers, one a sample. Got {labels.dtype} of shape "
             f"{tuple(labels.shape)}."
         )
+    if int(labels.min()) < 0:
+        raise DataError(f"labels must be whole numbers from 0 on. Got {int(labels.min())}.")
     largest = int(labels.max())
     if classes is not None and classes <= largest:
         raise InvalidValue(f"classes must exceed the largest label, {largest}. Got {classes}.")
