@@ -164,6 +164,14 @@ def test_batches_follow_the_seed_and_the_epoch(device: str) -> None:
     assert not same(epochs(2, start=1)[0], wanted[0])  # seeds and epochs are not added up
 
 
+def test_random_labels_are_not_what_an_epoch_of_the_same_seed_begins_with() -> None:
+    labels = torch.arange(1000)
+    moved = noisy(labels, 0.3, seed=7) != labels
+    for _ in range(2):
+        first, *_ = Batches(labels, labels, 300, seed=7)
+        assert 50 < int(moved[first[0]].sum()) < 130  # 90 by chance, and 300 of one stream
+
+
 def test_an_epoch_that_is_not_finished_counts() -> None:
     batches = Batches(torch.arange(9), torch.arange(9), 2)
     next(iter(batches))
@@ -233,6 +241,7 @@ def test_uniform_labels() -> None:
         ({"classes": 2}, "largest label, 2. Got 2"),
         ({"seed": -3}, "Got -3"),
         ({"labels": torch.zeros(3)}, "float32"),
+        ({"labels": torch.tensor([0, 1, -100])}, "Got -100"),  # what a loss ignores
         ({"labels": torch.zeros(3, 2, dtype=torch.int64)}, r"\(3, 2\)"),
     ],
 )

@@ -34,7 +34,16 @@ def test_what_is_not_finite_is_left_out() -> None:
     found = correlation([1, 2, 3, 4, math.nan, 6], [2, 3, 4, 5, 1, math.inf])
     assert found.value == pytest.approx(1)
     assert found.count == 4
-    assert "4 networks" in found.row("x").note
+    assert found.row("x").note == "no interval, 4 networks, 2 without finite numbers left out"
+
+
+def test_of_few_networks_there_is_no_interval() -> None:
+    """Of three networks in order every draw has a correlation of 1, which would be no error."""
+    few, enough = (correlation(range(count), range(count)) for count in (9, 10))
+    assert few.value == enough.value == 1
+    assert math.isnan(few.error)
+    assert few.row("x").error is None
+    assert enough.row("x").note == "95 % interval [1.000, 1.000], 10 networks"
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], [3.0, 3.0, 3.0, 3.0]])

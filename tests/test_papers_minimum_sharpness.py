@@ -177,6 +177,13 @@ def test_collapsed_networks_are_counted_drawn_and_told_apart() -> None:
     figure.canvas.draw()
 
 
+def test_a_network_that_could_not_be_measured_hides_no_rise() -> None:
+    runs = invented(lambda k: math.nan if k == 3 else 1.0 + k % 11)
+    rise = next(row for row in label_noise.rows(runs) if row.what.startswith("rises"))
+    assert rise.ours == 10
+    assert rise.note == "of 10 steps of the noise, 32 networks"
+
+
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     experiment = replace(figure_2.FIGURE_2, runs=lambda size: MICRO.settings(seeds=1))
     first = reproduce(experiment, folder=tmp_path, progress=False)

@@ -69,6 +69,8 @@ def test_the_networks_that_are_run() -> None:
     assert {run["noise"] for run in networks.runs("small")} == {k / 10 for k in range(11)}
     jobs = Counter(networks.together(run) for run in networks.runs("full"))
     assert sorted(jobs.values()) == [1] * 28 + [33]  # the MLPs at once, the others one by one
+    first = dict(networks.runs("small")[0])
+    assert networks.together(first) != networks.together(first | {"batch": 10})  # of one order
 
 
 def naive(recipe: Recipe) -> nn.Module:

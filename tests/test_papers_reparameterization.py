@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import isnan, nan
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from saltflat.datasets import Data
 from saltflat.errors import ModelError
 from saltflat.papers import EXPERIMENTS, correlations, reproduce
-from saltflat.papers.reparameterization import figure_1, figure_3
+from saltflat.papers.reparameterization import figure_1, figure_3, minima
 from saltflat.papers.reparameterization.product import with_products
 from saltflat.sweep import Run, train_together
 from saltflat.zoo import lenet5
@@ -189,6 +190,21 @@ def test_the_published_number_and_the_filter(monkeypatch):
     table = {row.what: row for row in THIRD.rows(runs)}
     assert table["training loss above 0.07, left out"].ours == 2
     assert "38 networks" in table["Spearman, ρ^Σ and gap"].note
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"),
+    [
+        ([nan, nan, nan], "0 of 3 networks, the others diverged"),
+        ([0.5, nan, nan], "1 of 3 networks, the others diverged"),
+        ([0.5, 0.5, nan], "2 of 3 networks, the others diverged"),
+        ([0.5, 0.5, 0.5], ""),
+    ],
+)
+def test_training_losses_tell_of_networks_that_diverged(losses, note):
+    (row,) = minima.reached([Run({"batch": 4}, {"train_loss": loss}) for loss in losses])
+    assert row.note == note
+    assert row.ours == 0.5 or isnan(losses[0])
 
 
 def test_what_is_done_is_not_done_again(tiny, tmp_path):

@@ -141,7 +141,7 @@ def test_accuracy_and_loss_are_of_evaluation_mode_and_leave_the_model() -> None:
 
 
 def test_a_training_that_diverges_is_a_result() -> None:
-    far = lambda model: torch.optim.SGD(model.parameters(), lr=1e30)  # noqa: E731
+    far = lambda model: torch.optim.SGD(model.parameters(), lr=math.inf)  # noqa: E731
     history = fit(network(), data(), epochs=2, batch=16, optimizer=far)
     assert math.isnan(history.losses[-1])
 

@@ -13,6 +13,7 @@ import sweeps
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
+from saltflat import papers
 from saltflat.cli import app
 from saltflat.papers import EXPERIMENTS, Reproduction, Row, Size, reproduce
 from saltflat.sweep import Run
@@ -103,6 +104,12 @@ def test_runs_that_are_timed_are_alone(place: Path) -> None:
         reproduce(timed, workers=2, progress=False)
     alone = dataclasses.replace(timed, alone=True)
     assert len(reproduce(alone, workers=2, on="ray", progress=False).runs) == 8
+
+
+def test_the_experiments_that_compare_times_are_alone() -> None:
+    times = {"minimum-sharpness/figure-1", "minimum-sharpness/figure-3"}
+    times |= {"relative-flatness/figure-4", "relative-flatness/figure-5"}
+    assert {each.name for each in papers._ALL if each.alone} == times
 
 
 def test_sizes_are_kept_apart(place: Path) -> None:

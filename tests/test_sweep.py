@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import sweeps
 import torch
 
 import saltflat as sf
+from saltflat.reproduction import Reproduction
 from saltflat.sweep import Folder, Run, grid, sweep, train_together
 from saltflat.sweep import progress as shown
 from saltflat.sweep.progress import Tally
@@ -58,6 +61,25 @@ def test_what_is_kept_is_not_run_again(tmp_path: Path) -> None:
     assert math.isnan(fresh["gap"])
     assert math.isnan(found["gap"])
     assert (fresh.seconds, fresh.machine, fresh.threads) == (found.seconds, found.machine, 1)
+
+
+def test_runs_of_other_code_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant beside the work is no setting: what it was when a run was made would be lost."""
+    file = tmp_path / "changing.py"
+    text = "RATE = {}\ndef work(settings, device):\n return [{{'y': RATE}} for _ in settings]\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text(text.format(1))
+    work = importlib.import_module("changing").work
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = swept(tmp_path / "runs", grid(x=[1, 2]), work)
+        swept(tmp_path / "runs", grid(x=[1, 2]), work)
+    file.write_text(text.format(2))
+    with pytest.warns(UserWarning, match="2 of the runs found"):
+        again = swept(tmp_path / "runs", grid(x=[1, 2, 3]), work)
+    assert [run.code == first[0].code for run in again] == [True, True, False]
+    result = Reproduction("made-up/x", "small", tuple(again), (), (), "")
+    assert "of 2 states of its code" in result.circumstances
 
 
 def test_settings_that_go_together_are_one_call(tmp_path: Path) -> None:

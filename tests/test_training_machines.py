@@ -214,6 +214,31 @@ def test_a_refused_step_leaves_no_scale_behind(name: str) -> None:
     assert close(*models)
 
 
+@pytest.mark.parametrize("name", ["SAM", "BNSharpnessSGD", "EntropySGD"])
+def test_a_scaler_takes_no_closure(name: str) -> None:
+    """It would not unscale the gradients that the closure leaves in the step."""
+    x, y = next(batches(1))
+    models = []
+    for refused in (False, True):
+        run = start(name, network(dropout=0.0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+        def closure(run: Run = run) -> Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(x, y)
+            loss.backward()
+            return loss
+
+        if refused:
+            scaler.scale(run.loss(x, y)).backward()
+            with pytest.raises(SaltflatError, match="does not unscale"):
+                scaler.step(run.optimizer, closure)
+            run.optimizer.zero_grad()
+        torch.amp.GradScaler("cpu", enabled=False).step(run.optimizer, closure)
+        models.append(run.model)
+    assert close(*models)
+
+
 @pytest.mark.parametrize("name", ["SAM", "BNSharpnessSGD"])
 def test_unscaled_in_the_loop(name: str) -> None:
     """After the last pass of SAM it is in time; other passes are lost."""

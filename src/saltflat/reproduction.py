@@ -83,11 +83,13 @@ class Reproduction(Printed):
 
     @property
     def circumstances(self) -> str:
-        """How many runs on what, and when, in a sentence."""
+        """How many runs on what, when, and by how many states of the code, in a sentence."""
         seeds = f" with seeds {', '.join(map(str, self.seeds))}" if self.seeds else ""
+        codes = {run.code for run in self.runs if run.code}
+        mixed = f", of {len(codes)} states of its code" if len(codes) > 1 else ""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return (
-            f"{len(self.runs)} runs{seeds} on {'; '.join(self.machines)}; "
+            f"{len(self.runs)} runs{seeds}{mixed} on {'; '.join(self.machines)}; "
             f"{spelled(3600 * self.hours)} of computing, finished {self.created} ({versions})."
         )
 

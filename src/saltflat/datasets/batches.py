@@ -127,6 +127,8 @@ def noisy(
             f"labels must be whole numbers, one a sample. Got {labels.dtype} of shape "
             f"{tuple(labels.shape)}."
         )
+    if int(labels.min()) < 0:
+        raise DataError(f"labels must be whole numbers from 0 on. Got {int(labels.min())}.")
     largest = int(labels.max())
     if classes is not None and classes <= largest:
         raise InvalidValue(f"classes must exceed the largest label, {largest}. Got {classes}.")
@@ -142,9 +144,10 @@ def noisy(
     return result
 
 
-def _generator(*key: int) -> Generator:
-    """A generator of the CPU whose stream is a different one for every key, seed first."""
-    if key[0] < 0:
-        raise InvalidValue(f"seed must not be negative. Got {key[0]}.")
-    state = np.random.SeedSequence(key).generate_state(1, np.uint64)
+def _generator(seed: int, *key: int) -> Generator:
+    """A generator of the CPU whose stream is a different one for every seed and every key."""
+    if seed < 0:
+        raise InvalidValue(f"seed must not be negative. Got {seed}.")
+    # As a key to spawn by: NumPy takes the seeds (3,) and (3, 0) for the same.
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
     return Generator().manual_seed(int(state[0]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import sys
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import final
@@ -73,11 +75,19 @@ def done(job: Job, work: Work, device: torch.device) -> list[Run] | Failure:
         outcomes = store.plain(outcomes)  # which goes through every pipe
     except Exception as error:
         return Failure(job, f"{type(error).__name__}: {error}", traceback.format_exc())
-    machine, threads = machine_name(device), torch.get_num_threads()
+    machine, threads, code = machine_name(device), torch.get_num_threads(), code_of(work)
     return [
-        Run(settings, outcome, seconds, machine, threads)
+        Run(settings, outcome, seconds, machine, threads, code)
         for settings, outcome in zip(job.settings, outcomes, strict=True)
     ]
+
+
+def code_of(work: Work) -> str:
+    """A hash of the file that work was written in, constants and helpers beside it too."""
+    owner = work.func if isinstance(work, partial) else work
+    module = sys.modules.get(str(getattr(owner, "__module__", "")))
+    file = Path(getattr(module, "__file__", None) or "")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
 
 
 @cache

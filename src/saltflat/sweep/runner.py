@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Literal, get_args
 
 import torch
 
-from saltflat.errors import InvalidValue, SaltflatError
+from saltflat.errors import InvalidValue, SaltflatError, listed
 from saltflat.sweep.cluster import on_ray
-from saltflat.sweep.jobs import Failure, Job, done, jobs_of
+from saltflat.sweep.jobs import Failure, Job, code_of, done, jobs_of
 from saltflat.sweep.processes import in_processes
 from saltflat.sweep.progress import Tally
 from saltflat.sweep.runs import Folder, Run, Settings, Work
@@ -35,6 +36,9 @@ def sweep(
     title: str = "sweep",
 ) -> list[Run]:
     """Runs of all settings, in their order; those that the folder holds are not run again.
+
+    Runs are found by their settings. Where the file that `work` is written in has changed since a
+    run was made, a warning tells so, and the run is taken as it is.
 
     Settings for which `together` says the same are given to `work` in one call, `most` at a time.
     A run is kept as soon as it is done: a sweep that was killed goes on where it stopped. A job
@@ -70,6 +74,7 @@ def sweep(
         raise InvalidValue(f"workers and most must be 1 or more. Got {workers} and {most}.")
     files, device = _files(settings, folder), torch.device(device)
     found = {file: run for file, each in files.items() if (run := folder.find(each))}
+    _tell_older(found.values(), work, folder)
     jobs = jobs_of([each for file, each in files.items() if file not in found], together, most)
     failures: list[Failure] = []
     with (
@@ -98,6 +103,19 @@ def _files(settings: Iterable[Settings], folder: Folder) -> dict[Path, Settings]
             raise InvalidValue(f"Settings must differ from one another. Got twice: {dict(each)}.")
         files[file] = each
     return files
+
+
+def _tell_older(runs: Iterable[Run], work: Work, folder: Folder) -> None:
+    """Of runs that another state of the code made: its constants are not among the settings."""
+    code = code_of(work)
+    older = [folder.file(run.settings) for run in runs if code and run.code not in ("", code)]
+    if older:
+        warnings.warn(
+            f"{len(older)} of the runs found in {folder.path} were made before the file that their "
+            "work is written in was changed. They are taken as they are. If the change concerns "
+            f"them, delete them: {listed([file.name for file in older])}.",
+            stacklevel=3,
+        )
 
 
 def _answers(

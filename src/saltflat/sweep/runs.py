@@ -49,13 +49,17 @@ def checked(settings: Settings) -> Settings:
 @final
 @dataclass(frozen=True)
 class Run:
-    """A finished run: what came out, how long it took, and on what with how many threads."""
+    """A finished run: what came out, how long it took, and on what with how many threads.
+
+    `code` is a hash of the file that the work was written in; empty where that is not known.
+    """
 
     settings: Settings
     outcome: Outcome
     seconds: float = 0.0
     machine: str = ""
     threads: int = 1
+    code: str = ""
 
     def __getitem__(self, name: str) -> Any:
         """Of the outcome, or else of the settings."""

@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import mixed
 from saltflat.errors import InvalidValue
-from saltflat.training.perturbing import FrozenStatistics, refuse_accumulated_closure
+from saltflat.training.perturbing import FrozenStatistics, refuse_wrapped_closure
 from saltflat.vectors import copies, put
 
 _PUBLISHED_INNER_LR = 0.1
@@ -123,7 +123,7 @@ class EntropySGD(Optimizer):
         if closure is None:
             self._inner_step()
             return None
-        refuse_accumulated_closure()
+        refuse_wrapped_closure()
         losses: list[Any] = []
         try:
             while not losses or not self.at_center:

@@ -122,16 +122,29 @@ def check_base(base: Any, name: str) -> None:
         )
 
 
-def refuse_accumulated_closure() -> None:
-    """Refuse a closure that comes through accelerate while it accumulates gradients.
+def refuse_wrapped_closure() -> None:
+    """Refuse a closure that comes through what would make the step a wrong one.
 
-    Its wrapper calls `step` at the last micro-batch only, so that the closures of those before are
-    dropped. We never hear of them; the wrapper is known by its frame above ours.
+    An enabled GradScaler unscales gradients before the step, not those that a closure leaves in it.
+    Under accumulation, accelerate calls `step` at the last micro-batch only, so that the closures
+    of those before are dropped. Nobody tells us; both are known by their frames above ours.
     """
     frame = currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "accelerate.optimizer":
+    while frame is not None:
+        module, owner = frame.f_globals.get("__name__"), frame.f_locals.get("self")
+        if module == "torch.amp.grad_scaler" and owner is not None and owner.is_enabled():
+            raise InvalidValue(
+                "A GradScaler does not unscale the gradients of a closure. Call backward() and "
+                "scaler.step(optimizer) without one; of optimizers with perturb(), pass by pass: "
+                "`while optimizer.perturb(scaler): scaler.scale(loss(model(x), y)).backward()`."
+            )
+        if module == "accelerate.optimizer" and owner is not None:
+            _refuse_accumulated(owner.gradient_state.num_steps)
         frame = frame.f_back
-    if frame is None or (count := frame.f_locals["self"].gradient_state.num_steps) == 1:
+
+
+def _refuse_accumulated(count: int) -> None:
+    if count == 1:
         return
     raise InvalidValue(
         f"accelerate accumulates over gradient_accumulation_steps={count} and drops the closures "
@@ -419,7 +432,8 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
 
     def _run(self, closure: Closure, own: Mapping[str, Closure] | None = None) -> Any:
         """All passes of a step; `own` holds closures of their own for some of them."""
-        refuse_accumulated_closure()
+        self._forget_scale()
+        refuse_wrapped_closure()
         if self._walk is not None or self._ready:
             raise InvalidValue(
                 "step(closure) was called between perturb() and step(). Finish with step(), or go "
@@ -480,10 +494,13 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
         try:
             self._finish_passes()
         except BaseException:
-            # GradScaler takes these back only from a step that went well.
-            for left in ("grad_scale", "found_inf"):
-                self.__dict__.pop(left, None)
+            self._forget_scale()
             raise
+
+    def _forget_scale(self) -> None:
+        """What GradScaler gives to a step, and takes back only from one that went well."""
+        for left in ("grad_scale", "found_inf"):
+            self.__dict__.pop(left, None)
 
     def _finish_passes(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

@@ -196,4 +196,5 @@ FIGURE_3 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
+    alone=True,
 )

@@ -33,9 +33,9 @@ MEASURES = {
     "normalized_sharpness": "normalized sharpness",
 }
 CHANGED = (
-    "The hidden sizes 512, 128 and 512, the biases, inputs in [-1, 1], noise that permutes the "
-    "labels of a random part, and the learning rate's factor 1/(1 + 0.0001 step) are of the public "
-    "code: the paper does not give them.",
+    "The order of the FCNN's hidden sizes, 512, 128 and 512, the biases, inputs in [-1, 1], noise "
+    "that permutes the labels of a random part, and the learning rate's factor 1/(1 + 0.0001 step) "
+    "are of the public code: the paper does not give them.",
     "Training is in full float32, without TF32. A network that gives every training image one "
     "label, or whose loss is not finite, has collapsed: it is drawn as a cross and counted, and "
     "correlations are given without such networks and with them.",
@@ -145,16 +145,24 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 
 def _rise(runs: Sequence[Run], name: str, title: str) -> Row:
     """Of the means over seeds: from how many ratios to the next do they rise."""
-    means = [np.mean(values) for values in by_noise(runs, name).values()]
-    note = f"of {len(means) - 1} steps of the noise"
+    known = [run for run in runs if isfinite(float(run[name]))]
+    means = [np.mean(values) for values in by_noise(known, name).values()]
+    note = f"of {max(len(means) - 1, 0)} steps of the noise, {len(known)} networks"
     return Row(f"rises of the mean {title}", float((np.diff(means) > 0).sum()), note=note)
 
 
 def _accuracies(runs: Sequence[Run]) -> list[Row]:
-    """How well the networks learned the least and the most random labels."""
+    """How well networks that have not collapsed learned the least and the most random labels."""
     learned = by_noise(runs, "train_accuracy")
     ends = dict.fromkeys([min(learned), max(learned)]) if learned else {}
-    return [mean_row(f"training accuracy, noise {noise:g}", learned[noise]) for noise in ends]
+    return [
+        mean_row(
+            f"training accuracy, noise {noise:g}",
+            learned[noise],
+            note=f"{len(learned[noise])} networks",
+        )
+        for noise in ends
+    ]
 
 
 def by_noise(runs: Sequence[Run], name: str) -> dict[float, list[float]]:

@@ -97,7 +97,7 @@ def runs(size: Size) -> list[Settings]:
 def together(settings: Settings) -> Hashable:
     """MLPs are trained as one; convolutions are slow in ensembles."""
     apart = [] if settings["network"] == "mlp-mnist" else ["noise", "seed"]
-    return tuple(settings[name] for name in ["network", "samples", "epochs", *apart])
+    return tuple(settings[name] for name in ["network", "samples", "epochs", "batch", *apart])
 
 
 def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:

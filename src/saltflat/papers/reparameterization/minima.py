@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from saltflat.datasets import Data
+from saltflat.papers.columns import mean_row
 from saltflat.papers.experiment import Row
 from saltflat.papers.random_labels import Order, scores
 from saltflat.papers.reparameterization.product import with_products
@@ -74,8 +75,6 @@ def reached(runs: Sequence[Run]) -> list[Row]:
 def _mean(what: str, runs: Sequence[Run]) -> Row:
     losses = np.array(column(runs, "train_loss"))
     some = losses[np.isfinite(losses)]
-    if len(some) < 2:
-        return Row(what, float(some[0]) if len(some) else nan, note=f"{len(runs)} networks")
-    error = float(some.std(ddof=1) / len(some) ** 0.5)
-    note = f"{len(some)} of {len(runs)} networks, the others diverged"
-    return Row(what, float(some.mean()), error, note=note if len(some) < len(runs) else "")
+    lost = f"{len(some)} of {len(runs)} networks, the others diverged"
+    note = lost if len(some) < len(runs) else ""
+    return mean_row(what, some.tolist(), note=note) if len(some) else Row(what, nan, note=note)
