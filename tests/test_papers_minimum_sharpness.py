@@ -223,6 +223,8 @@ def test_figure_1_compares_ratios_with_the_published_ones() -> None:
     assert row.published == pytest.approx(617, abs=1)
     assert rows["CNN, n = 1000, times faster than BackPACK"].ours == 6
     assert rows["largest relative difference from the loop's entries"].ours == 1e-15
+    runs[-1] = Run(runs[-1].settings, {**outcome, "loop_error": math.nan})
+    assert math.isnan(figure_1.rows(runs)[-2].ours)
     figure_1.draw(runs).canvas.draw()
 
 

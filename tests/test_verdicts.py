@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,7 +269,60 @@ def with_default(o: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
     return factor * F.cross_entropy(o, y)
 
 
+class Private:
+    """As users write them: settings in private attributes, methods that help, and a counter."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor, self._calls = factor, 0
+
+    def loss(self, o: Tensor, y: Tensor) -> Tensor:
+        self._calls += 1
+        return self._scaled(F.cross_entropy(o, y))
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return self._factor * loss
+
+
+class Trainer:
+    """With a loss among its methods, and much else."""
+
+    def __init__(self, factor: float, step: int = 0) -> None:
+        self.config, self.step, self.model = SimpleNamespace(factor=factor, step=step), step, CASE
+
+    def loss(self, o: Tensor, y: Tensor) -> Tensor:
+        return self.config.factor * F.cross_entropy(o, y)
+
+
+def by_class(factor: float) -> Any:
+    class Constants:
+        FACTOR = factor
+
+    return lambda o, y: Constants.FACTOR * F.cross_entropy(o, y)
+
+
+def by_method(factor: float) -> Any:
+    class Inner(nn.Module):
+        def forward(self, o: Tensor, y: Tensor) -> Tensor:
+            return self.value(o, y)
+
+        value = staticmethod(scaled(factor))
+
+    inner = Inner()
+    return lambda o, y: inner(o, y)
+
+
+def weighted(factor: float) -> Any:
+    weights = torch.ones(5000, dtype=torch.float64)
+    weights[4000] = factor
+    return lambda o, y: F.cross_entropy(o, y, weights[: o.shape[1]])
+
+
 LOSSES: dict[str, tuple[Any, Any, Any]] = {
+    "methods of objects": (Private(1.0).loss, Private(1.0).loss, Private(2.0).loss),
+    "methods of trainers": (Trainer(1.0).loss, Trainer(1.0, step=7).loss, Trainer(2.0).loss),
+    "constants of classes": (by_class(1.0), by_class(1.0), by_class(2.0)),
+    "methods of modules": (by_method(1), by_method(1), by_method(2)),
+    "long tensors": (weighted(1.0), weighted(1.0), weighted(2.0)),
     "lambdas": (
         lambda o, y: F.cross_entropy(o, y),
         lambda o, y: F.cross_entropy(o, y),
