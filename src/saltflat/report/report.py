@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import combinations
 from math import inf, nan
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, final
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
@@ -284,7 +285,7 @@ _GAP = 3  # between columns without lines
 @dataclass(frozen=True, repr=False)
 class Comparison(Results[Report]):
     """Reports by name. `problems` says why their numbers cannot be compared, if so; `verdicts` what
-    the measures say of any two of them.
+    the measures say of any two of them; `failed` which models could not be measured, and why.
 
     Examples
     --------
@@ -296,6 +297,7 @@ class Comparison(Results[Report]):
     """
 
     reports: Mapping[str, Report]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.reports:
@@ -360,7 +362,8 @@ class Comparison(Results[Report]):
     def save(self, path: str | Path) -> Path:
         """Write all to one .json file, or as a page to a .html file, whole or not at all."""
         if Path(path).suffix == ".html":
-            return html.write(path, f"Comparison of {' and '.join(self)}", self.sections())
+            names = " and ".join(self) if len(self) <= _TITLED else f"{len(self)} models"
+            return html.write(path, f"Comparison of {names}", self.sections())
         return store.save(path, "A comparison", "comparison", store.plain(self))
 
     def sections(self) -> list[html.Section]:
@@ -377,7 +380,10 @@ class Comparison(Results[Report]):
         return store.decoded(cls, content, f"{path} is a damaged comparison", _all_upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each model and measure, as in `Report.to_pandas`, with the losses."""
+        """One row for each model and measure, as in `Report.to_pandas`, with the losses.
+
+        Models that failed have no row; the frame's `attrs["failed"]` has them.
+        """
         frames = []
         for name, report in self.items():
             frame = report.to_pandas().reset_index()
@@ -385,7 +391,9 @@ class Comparison(Results[Report]):
             frame["loss"] = nan if report.standing is None else report.standing.loss
             frames.append(frame)
         joined: pandas.DataFrame = optional("pandas", "A DataFrame").concat(frames)
-        return joined.set_index(["model", "measure"])
+        joined = joined.set_index(["model", "measure"])
+        joined.attrs["failed"] = dict(self.failed)
+        return joined
 
     def table(self, width: int) -> Table:
         values = [
@@ -453,8 +461,9 @@ class Comparison(Results[Report]):
         yield "a minimum?", ["–" if s is None else s.word for s in stands]
 
     def _captions(self, wide: bool) -> list[str]:
-        lines = [f"  {problem}" for problem in self.problems]
-        lines = ["Not comparable:", *lines] if lines else []
+        lines = [f"{name} FAILED: {shorten(why, _WHY)}" for name, why in self.failed.items()]
+        if self.problems:
+            lines += ["Not comparable:", *(f"  {problem}" for problem in self.problems)]
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
         if away := [name for name, s in self.standing.items() if s and not s.minimum]:
             lines.append(f"not at a minimum, and so not comparable: {', '.join(away)}")
@@ -498,8 +507,10 @@ def _cell(m: Measurement | None) -> str:
 WIDE = 110
 # Columns that a verdict takes at least, in two lines.
 _VERDICT = 15
-# Reasons that are told below a comparison.
-_TOLD = 8
+# Reasons that are told below a comparison, and the letters that a failure has there.
+_TOLD, _WHY = 8, 300
+# Models that the title of a page names.
+_TITLED = 4
 
 
 def framed(wide: bool, title: str) -> Table:
