@@ -178,6 +178,23 @@ def test_failures_are_shown_and_kept(
     assert found.to_pandas().attrs["failed"] == found.failed
 
 
+def test_many_models_of_few_measures_have_a_row_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    one = alone(0)
+    lines = str(sf.Comparison({f"run {k}": one for k in range(9)})).splitlines()
+    for k in range(9):
+        (line,) = [line for line in lines if line.startswith(f"run {k}  ")]
+        for measure in MEASURES:
+            assert f" {one[measure].value:.5g}" in line
+    assert any(line.startswith("verdict") for line in lines)
+    assert any(line.startswith("hessian_trace is invariant to") for line in lines)
+    assert max(map(len, lines)) <= 80
+    monkeypatch.setenv("COLUMNS", "40")  # where they do not fit
+    assert len(str(sf.Comparison({f"run {k}": one for k in range(9)})).splitlines()) > 30
+
+
 def test_what_does_not_fit_is_left_and_told(tmp_path: Path) -> None:
     state = many.make(1).state_dict()
     del state["2.bias"]

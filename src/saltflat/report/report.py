@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from saltflat.bibliography import bibtex
-from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
+from saltflat.errors import InvalidValue, NotMeasured, listed, nearest, optional
 from saltflat.measurement import Measurement
 from saltflat.printed import Printed
 from saltflat.report import html, sections, store
@@ -343,8 +343,12 @@ class Comparison(Results[Report]):
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
         """Of every measure and every two of the models."""
-        pairs = list(combinations(self, 2))
-        return tuple(self.verdict(measure, *pair) for measure in self.measures for pair in pairs)
+        pairs = list(combinations(self.reports.items(), 2))
+        return tuple(
+            judged(measure, (first, second), (one, two))
+            for measure in self.measures
+            for (first, one), (second, two) in pairs
+        )
 
     def flattest(self, measure: str) -> str:
         """`b flatter` of two models and `b flattest` of several, or what else is to be said."""
@@ -405,7 +409,9 @@ class Comparison(Results[Report]):
         need = max(len(name) for name, _ in rows) + sum(3 + length for length in longest)
         need += (3 + _VERDICT) * (len(self) > 1)
         if need > width:
-            return self._long(rows)
+            columns = [max(map(len, (*_broken(n).split("\n"), *cells))) for n, cells in rows]
+            turned = max(map(len, self)) + sum(3 + length for length in columns)
+            return self._long(rows) if turned > width else self._by_model(rows)
         return self._side_by_side(rows, wide=width >= max(WIDE, need + 40))
 
     def _side_by_side(self, rows: list[tuple[str, list[str]]], wide: bool) -> Table:
@@ -429,6 +435,22 @@ class Comparison(Results[Report]):
             words = f"[dim]not computed, about {price:.0f} gradients: {ASK.get()}[/]"
             table.add_row(name, *("–" for _ in self), *([""] * several), words)
         table.caption = escape("\n".join(self._captions(wide))) or None
+        return table
+
+    def _by_model(self, rows: list[tuple[str, list[str]]]) -> Table:
+        """A row a model, for many models and few measures; the caption has their names whole."""
+        table, known = framed(False, ""), self.measures
+        table.add_column("model", no_wrap=True)
+        for name, _ in rows:
+            table.add_column(escape(_broken(name)), justify="right", no_wrap=True)
+        for model, *cells in zip(self, *(cells for _, cells in rows), strict=True):
+            table.add_row(escape(model), *cells)
+        if len(self) > 1:
+            table.add_section()
+            verdicts = [self.flattest(name) if name in known else "" for name, _ in rows]
+            table.add_row("verdict", *(escape(words.replace(" ", "\n")) for words in verdicts))
+        kinds = [f"{name} is invariant to {self._invariance(name)}" for name in known]
+        table.caption = escape("\n".join([*self._captions(False), *kinds]))
         return table
 
     def _long(self, rows: list[tuple[str, list[str]]]) -> Table:
@@ -466,13 +488,13 @@ class Comparison(Results[Report]):
             lines += ["Not comparable:", *(f"  {problem}" for problem in self.problems)]
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
         if away := [name for name, s in self.standing.items() if s and not s.minimum]:
-            lines.append(f"not at a minimum, and so not comparable: {', '.join(away)}")
+            lines.append(f"not at a minimum, and so not comparable: {_joined(away)}")
         reasons: dict[str, dict[str, None]] = {}
         for v in self.verdicts:
             who = v.measure if v.word == "flatter" else f"{v.first} and {v.second}"
             if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & {*away}:
                 reasons.setdefault(v.reason, {})[who] = None
-        told = [f"{', '.join(who)}: {reason}" for reason, who in reasons.items()]
+        told = [f"{_joined(who)}: {reason}" for reason, who in reasons.items()]
         lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]
         if self.left_out and not wide:
             prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
@@ -503,14 +525,24 @@ def _cell(m: Measurement | None) -> str:
     return f"{m.value:.5g}" + (f" ± {m.stderr:.2g}" if m.stderr else "")
 
 
+def _joined(names: Collection[str]) -> str:
+    """All of them, or the first few of many."""
+    return ", ".join(names) if len(names) <= _NAMED else listed(names)
+
+
+def _broken(name: str) -> str:
+    """A measure's name in lines that end where its words do."""
+    return name.replace("_", "_\n")
+
+
 # From so many columns on, tables have frames and all their columns.
 WIDE = 110
 # Columns that a verdict takes at least, in two lines.
 _VERDICT = 15
 # Reasons that are told below a comparison, and the letters that a failure has there.
 _TOLD, _WHY = 8, 300
-# Models that the title of a page names.
-_TITLED = 4
+# Models that the title of a page names, and that a line below a table does.
+_TITLED, _NAMED = 4, 12
 
 
 def framed(wide: bool, title: str) -> Table:
