@@ -229,6 +229,8 @@ MISTAKES: list[tuple[Any, Mapping[str, Any], str]] = [
     (["a.pt", "./a.pt"], {}, "Got twice"),
     (["a.pt"], {"mesures": ["rho"]}, "has no option 'mesures'. Nearest is 'measures'"),
     (["a.pt"], {"measures": ["rhu"]}, "Unknown measure 'rhu'"),
+    (["a.pt"], {"model": "net.py"}, "callable that makes the network.*Got str"),
+    (["a.pt"], {"progress": print}, "True, False or None. Got builtin"),
     (["a.pt"], {"on": "mars"}, "'here' or 'ray'. Got 'mars'"),
     (["a.pt"], {"workers": 0}, "1 or more"),
     (["a.pt", "b.pt"], {}, r"None of the 2 checkpoints(.|\n)*There is no file"),

@@ -102,6 +102,13 @@ def measure_many(
     True
     """
     check_options("measure_many", options, _OPTIONS)
+    if not callable(model):
+        raise InvalidType(
+            "model must be a callable that makes the network, or a network. "
+            f"Got {type(model).__name__}."
+        )
+    if progress is not None and not isinstance(progress, bool):
+        raise InvalidType(f"progress must be True, False or None. Got {type(progress).__name__}.")
     alone = on == "here" and workers == 1
     work = _Measuring(
         _named(checkpoints),
