@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.checkpoints import load_weights, tensors
 from saltflat.cli.app import _saved
 from saltflat.cli.data import load_data
-from saltflat.cli.files import tensors
 from saltflat.cli.models import load_model
-from saltflat.cli.weights import load_weights
 from saltflat.errors import InvalidValue, LoadError, SaltflatError
 
 
@@ -135,7 +134,7 @@ def test_claims_of_more_than_there_is(tmp_path: Path, monkeypatch: pytest.Monkey
         tensors(tmp_path / "expanded.pt")
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(1 << 22, dtype=np.uint8))
     tensors(tmp_path / "bomb.npz")
-    monkeypatch.setattr("saltflat.cli.files._HARMLESS", 1 << 20)
+    monkeypatch.setattr("saltflat.checkpoints.files._HARMLESS", 1 << 20)
     with pytest.raises(LoadError, match="more than 100 times its size"):
         tensors(tmp_path / "bomb.npz")
     with zipfile.ZipFile(tmp_path / "claims.npz", "w") as archive:

@@ -40,6 +40,11 @@ def balance(**options: Any) -> Any:
 ENTRIES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "Monitor": (lambda **o: sf.Monitor(nn.Linear(2, 2), (X, Y), **o), "sed", "seed"),
     "compare": (lambda **o: sf.compare({"a": nn.Linear(2, 2)}, (X, Y), **o), "mesures", "measures"),
+    "measure_many": (
+        lambda **o: sf.measure_many(["a.pt"], (X, Y), model=nn.Linear(2, 2), **o),
+        "tolerence",
+        "tolerance",
+    ),
     "SharpnessCallback": (lightning_callback, "every_steps", "every_n_steps"),
     "SharpnessTrainerCallback": (transformers_callback, "bugdet", "budget"),
     "SAM": (sam, "adaptiv", "adaptive"),

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import many
 import pytest
 import sweeps
 import torch
@@ -15,18 +17,21 @@ import saltflat as sf
 from saltflat.sweep import Folder, grid, sweep
 
 
-@pytest.fixture
-def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def marks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder that the workers know by the environment, which nodes hand down to them."""
-    monkeypatch.setenv("MARKS", str(tmp_path))
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    folder = tmp_path_factory.mktemp("marks")
     paths = [str(Path(sf.__file__).parent.parent), str(Path(__file__).parent)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths), prepend=os.pathsep)
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARKS", str(folder))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths), prepend=os.pathsep)
+        yield folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(marks: Path) -> Iterator[None]:
+    """One for all tests: it takes seconds to start."""
     ray, utilities = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
     node = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80 * 2**20}
     head = {**node, "include_dashboard": False}
@@ -43,7 +48,6 @@ def cluster(marks: Path) -> Iterator[None]:
 def test_ray_does_killed_jobs_again_and_finds_what_is_found_here(
     marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one test, for one cluster."""
     monkeypatch.setattr("saltflat.sweep.cluster.TRIES", 2)
     good = [{"x": x, "how": "works"} for x in range(4)] + [{"x": 4, "how": "dies once"}]
     bad = [{"x": x, "how": how} for x, how in enumerate(["raises", "stubborn", "dies"])]
@@ -61,6 +65,22 @@ def test_ray_does_killed_jobs_again_and_finds_what_is_found_here(
     device = torch.device("cuda")
     with pytest.raises(sf.InvalidValue, match="has no GPU"):
         sweep(grid(x=[1]), sweeps.quick, Folder(marks), on="ray", device=device, progress=False)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ray_measures_checkpoints(marks: Path) -> None:
+    """One of them in a worker that is killed, one without weights that fit."""
+    files = many.saved(marks / "weights", 2)
+    files.append(many.misfit(marks / "weights"))
+    options: dict[str, Any] = {"measures": ["rho"], "progress": False}
+    found = sf.measure_many(files, many.data, model=many.killed_once, on="ray", **options)
+    assert (marks / "made-once").exists()
+    here = sf.measure_many(files, many.data(), model=many.make, **options)
+    assert [*found] == [*here] == ["epoch-0", "epoch-1"]
+    assert all(found[name]["rho"] == here[name]["rho"] for name in here)
+    assert found["epoch-0"]["rho"].value != found["epoch-1"]["rho"].value
+    assert found.failed == here.failed
+    assert "does not fit the model" in found.failed["misfit"]
 
 
 def test_ray_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

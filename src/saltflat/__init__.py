@@ -34,6 +34,7 @@ from saltflat.errors import (
     NotMeasured,
     SaltflatError,
 )
+from saltflat.many import measure_many
 from saltflat.measure import compare, measure
 from saltflat.measurement import Measurement
 from saltflat.moved import advice
@@ -111,6 +112,7 @@ __all__ = [
     "load",
     "max_eigenvalue",
     "measure",
+    "measure_many",
     "piecewise_linear",
     "symmetries",
     "trace",

@@ -14,11 +14,14 @@ from saltflat.cli import balancing
 from saltflat.cli import bench as speed
 from saltflat.cli import doctor as health
 from saltflat.cli.data import BUILT_IN, described, load_data
+from saltflat.cli.each import measured
 from saltflat.cli.options import (
+    MANY,
     MEASURED,
     Checkpoint,
     Cluster,
     Directions,
+    Each,
     Html,
     Measures,
     Model,
@@ -94,12 +97,27 @@ def demo(
     epilog=_example(
         "measure zoo:mlp:64-32-10 --data digits",
         "measure net.py:make_model --checkpoint net.safetensors --data test.npz -m rho,kappa",
+        "measure net.py:make_model --each 'runs/*.pt' --data test.npz --workers 2 --html many.html",
     )
 )
 @with_request
 def measure(
     model: Model,
     checkpoint: Checkpoint = None,
+    each: Each = None,
+    on: Annotated[
+        Cluster, typer.Option(help="This machine, or a Ray cluster.", rich_help_panel=MANY)
+    ] = Cluster.here,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes; on Ray, how many share one GPU.", min=1, rich_help_panel=MANY
+        ),
+    ] = 1,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep each result, and go on where it stopped.", rich_help_panel=MANY),
+    ] = None,
     measures: Measures = None,
     save: Save = None,
     html: Html = None,
@@ -107,11 +125,26 @@ def measure(
     request: Request,
 ) -> None:
     """Measure how flat a model's minimum is, each measure with how exact it is."""
+    how = {"on": on.value, "workers": workers, "folder": folder}
     with speaking(request.voice, (save, html)):
-        names, data = measure_names(measures), request.load_data()
+        names = measure_names(measures)
+        if each:
+            _refuse("--checkpoint", checkpoint is not None, "Not beside --each.")
+            comparison = measured(request, model, each, names, **how)
+            request.voice.result(comparison)
+            keep(request.voice, comparison, save, html)
+            raise typer.Exit(Code.FAILED if comparison.failed else Code.OK)
+        for option, usual in {"on": "here", "workers": 1, "folder": None}.items():
+            _refuse(f"--{option}", how[option] != usual, "It goes with --each.")
+        data = request.load_data()
         report = _measured(request, request.load_model(model, checkpoint), data, names)
         request.voice.result(report)
         keep(request.voice, report, save, html)
+
+
+def _refuse(option: str, given: bool, words: str) -> None:
+    if given:
+        raise typer.BadParameter(words, param_hint=option)
 
 
 def _measured(request: Request, model: nn.Module, data: Any, names: Any) -> sf.Report:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, Subset
 
 from saltflat import datasets
-from saltflat.cli.files import SUFFIXES, tensors
+from saltflat.checkpoints import SUFFIXES, tensors
 from saltflat.cli.named import called, is_named, named
 from saltflat.datasets import Data
 from saltflat.errors import DataError, LoadError, nearest

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from saltflat.cli.files import check_growth, existing, explained
+from saltflat.checkpoints import check_growth, existing, explained
 from saltflat.errors import InvalidValue, LoadError
 
 _SCHEMA = 8  # the major version of torch's schema that is read

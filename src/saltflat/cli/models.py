@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from saltflat import zoo
+from saltflat.checkpoints import explained
 from saltflat.cli import exported
-from saltflat.cli.files import explained
 from saltflat.cli.named import called, is_named, named
 from saltflat.errors import LoadError, listed, nearest, optional
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, final, get_type_hints
@@ -15,18 +15,19 @@ import torch
 import typer
 from torch import nn
 
+from saltflat.checkpoints import load_weights
 from saltflat.cli.data import BUILT_IN, load_data
 from saltflat.cli.data import FORMS as DATA_FORMS
 from saltflat.cli.models import FORMS as MODEL_FORMS
 from saltflat.cli.models import load_model
 from saltflat.cli.named import is_named, named
 from saltflat.cli.running import Voice
-from saltflat.cli.weights import load_weights
 from saltflat.errors import LoadError, nearest
 from saltflat.losses import NAMED
 from saltflat.measures import MEASURES
 
 MEASURED = "What is measured"
+MANY = "Many checkpoints"
 _HOW = "How"
 _OUT = "What comes out"
 
@@ -94,6 +95,14 @@ Checkpoint = Annotated[
         "--weights",
         help="Weights: .safetensors, .pt, .pth, or Lightning's .ckpt. Read without running them.",
         panel=MEASURED,
+    ),
+]
+Each = Annotated[
+    list[str] | None,
+    _option(
+        "--each",
+        help="Measure every file that matches, e.g. 'runs/*.safetensors', into one table.",
+        panel=MANY,
     ),
 ]
 Measures = Annotated[
@@ -313,13 +322,13 @@ def _chooser(text: str) -> Callable[[Any], Any]:
     """A callable, or the entry or attribute of that name."""
     if is_named(text):
         return _callable("--output", text)
+    return partial(_entry, text)
 
-    def choose(raw: Any) -> Any:
-        if isinstance(raw, tuple | list) and text.isdecimal():
-            return raw[int(text)]
-        return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
 
-    return choose
+def _entry(text: str, raw: Any) -> Any:
+    if isinstance(raw, tuple | list) and text.isdecimal():
+        return raw[int(text)]
+    return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
 
 
 def measure_names(measures: list[str] | None) -> Any:

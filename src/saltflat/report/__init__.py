@@ -1,6 +1,7 @@
 """Results as tables, files and pages; nothing here computes a measure."""
 
 from saltflat.report import html, store
+from saltflat.report.code import code_hash
 from saltflat.report.html import Cell, Figure, Section, Table
 from saltflat.report.provenance import Provenance, model_hash, provenance
 from saltflat.report.report import WIDE, Comparison, Grid, Report, framed
@@ -23,6 +24,7 @@ __all__ = [
     "Standing",
     "Table",
     "Verdict",
+    "code_hash",
     "framed",
     "html",
     "invariance",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from math import inf, nan
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, final
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
@@ -15,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from saltflat.bibliography import bibtex
-from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
+from saltflat.errors import InvalidValue, NotMeasured, listed, nearest, optional
 from saltflat.measurement import Measurement
 from saltflat.printed import Printed
 from saltflat.report import html, sections, store
@@ -284,7 +285,7 @@ _GAP = 3  # between columns without lines
 @dataclass(frozen=True, repr=False)
 class Comparison(Results[Report]):
     """Reports by name. `problems` says why their numbers cannot be compared, if so; `verdicts` what
-    the measures say of any two of them.
+    the measures say of any two of them; `failed` which models could not be measured, and why.
 
     Examples
     --------
@@ -296,6 +297,7 @@ class Comparison(Results[Report]):
     """
 
     reports: Mapping[str, Report]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.reports:
@@ -341,8 +343,12 @@ class Comparison(Results[Report]):
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
         """Of every measure and every two of the models."""
-        pairs = list(combinations(self, 2))
-        return tuple(self.verdict(measure, *pair) for measure in self.measures for pair in pairs)
+        pairs = list(combinations(self.reports.items(), 2))
+        return tuple(
+            judged(measure, (first, second), (one, two))
+            for measure in self.measures
+            for (first, one), (second, two) in pairs
+        )
 
     def flattest(self, measure: str) -> str:
         """`b flatter` of two models and `b flattest` of several, or what else is to be said."""
@@ -360,7 +366,8 @@ class Comparison(Results[Report]):
     def save(self, path: str | Path) -> Path:
         """Write all to one .json file, or as a page to a .html file, whole or not at all."""
         if Path(path).suffix == ".html":
-            return html.write(path, f"Comparison of {' and '.join(self)}", self.sections())
+            names = " and ".join(self) if len(self) <= _TITLED else f"{len(self)} models"
+            return html.write(path, f"Comparison of {names}", self.sections())
         return store.save(path, "A comparison", "comparison", store.plain(self))
 
     def sections(self) -> list[html.Section]:
@@ -377,7 +384,10 @@ class Comparison(Results[Report]):
         return store.decoded(cls, content, f"{path} is a damaged comparison", _all_upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each model and measure, as in `Report.to_pandas`, with the losses."""
+        """One row for each model and measure, as in `Report.to_pandas`, with the losses.
+
+        Models that failed have no row; the frame's `attrs["failed"]` has them.
+        """
         frames = []
         for name, report in self.items():
             frame = report.to_pandas().reset_index()
@@ -385,7 +395,9 @@ class Comparison(Results[Report]):
             frame["loss"] = nan if report.standing is None else report.standing.loss
             frames.append(frame)
         joined: pandas.DataFrame = optional("pandas", "A DataFrame").concat(frames)
-        return joined.set_index(["model", "measure"])
+        joined = joined.set_index(["model", "measure"])
+        joined.attrs["failed"] = dict(self.failed)
+        return joined
 
     def table(self, width: int) -> Table:
         values = [
@@ -397,7 +409,9 @@ class Comparison(Results[Report]):
         need = max(len(name) for name, _ in rows) + sum(3 + length for length in longest)
         need += (3 + _VERDICT) * (len(self) > 1)
         if need > width:
-            return self._long(rows)
+            columns = [max(map(len, (*_broken(n).split("\n"), *cells))) for n, cells in rows]
+            turned = max(map(len, self)) + sum(3 + length for length in columns)
+            return self._long(rows) if turned > width else self._by_model(rows)
         return self._side_by_side(rows, wide=width >= max(WIDE, need + 40))
 
     def _side_by_side(self, rows: list[tuple[str, list[str]]], wide: bool) -> Table:
@@ -421,6 +435,22 @@ class Comparison(Results[Report]):
             words = f"[dim]not computed, about {price:.0f} gradients: {ASK.get()}[/]"
             table.add_row(name, *("–" for _ in self), *([""] * several), words)
         table.caption = escape("\n".join(self._captions(wide))) or None
+        return table
+
+    def _by_model(self, rows: list[tuple[str, list[str]]]) -> Table:
+        """A row a model, for many models and few measures; the caption has their names whole."""
+        table, known = framed(False, ""), self.measures
+        table.add_column("model", no_wrap=True)
+        for name, _ in rows:
+            table.add_column(escape(_broken(name)), justify="right", no_wrap=True)
+        for model, *cells in zip(self, *(cells for _, cells in rows), strict=True):
+            table.add_row(escape(model), *cells)
+        if len(self) > 1:
+            table.add_section()
+            verdicts = [self.flattest(name) if name in known else "" for name, _ in rows]
+            table.add_row("verdict", *(escape(words.replace(" ", "\n")) for words in verdicts))
+        kinds = [f"{name} is invariant to {self._invariance(name)}" for name in known]
+        table.caption = escape("\n".join([*self._captions(False), *kinds]))
         return table
 
     def _long(self, rows: list[tuple[str, list[str]]]) -> Table:
@@ -453,17 +483,18 @@ class Comparison(Results[Report]):
         yield "a minimum?", ["–" if s is None else s.word for s in stands]
 
     def _captions(self, wide: bool) -> list[str]:
-        lines = [f"  {problem}" for problem in self.problems]
-        lines = ["Not comparable:", *lines] if lines else []
+        lines = [f"{name} FAILED: {shorten(why, _WHY)}" for name, why in self.failed.items()]
+        if self.problems:
+            lines += ["Not comparable:", *(f"  {problem}" for problem in self.problems)]
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
         if away := [name for name, s in self.standing.items() if s and not s.minimum]:
-            lines.append(f"not at a minimum, and so not comparable: {', '.join(away)}")
+            lines.append(f"not at a minimum, and so not comparable: {_joined(away)}")
         reasons: dict[str, dict[str, None]] = {}
         for v in self.verdicts:
             who = v.measure if v.word == "flatter" else f"{v.first} and {v.second}"
             if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & {*away}:
                 reasons.setdefault(v.reason, {})[who] = None
-        told = [f"{', '.join(who)}: {reason}" for reason, who in reasons.items()]
+        told = [f"{_joined(who)}: {reason}" for reason, who in reasons.items()]
         lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]
         if self.left_out and not wide:
             prices = [f"{n} (about {cost:.0f} gradients)" for n, cost in self.left_out.items()]
@@ -494,12 +525,24 @@ def _cell(m: Measurement | None) -> str:
     return f"{m.value:.5g}" + (f" ± {m.stderr:.2g}" if m.stderr else "")
 
 
+def _joined(names: Collection[str]) -> str:
+    """All of them, or the first few of many."""
+    return ", ".join(names) if len(names) <= _NAMED else listed(names)
+
+
+def _broken(name: str) -> str:
+    """A measure's name in lines that end where its words do."""
+    return name.replace("_", "_\n")
+
+
 # From so many columns on, tables have frames and all their columns.
 WIDE = 110
 # Columns that a verdict takes at least, in two lines.
 _VERDICT = 15
-# Reasons that are told below a comparison.
-_TOLD = 8
+# Reasons that are told below a comparison, and the letters that a failure has there.
+_TOLD, _WHY = 8, 300
+# Models that the title of a page names, and that a line below a table does.
+_TITLED, _NAMED = 4, 12
 
 
 def framed(wide: bool, title: str) -> Table:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from saltflat.sweep.ensemble import train_together
+from saltflat.sweep.jobs import Failure
 from saltflat.sweep.runner import Where, sweep
 from saltflat.sweep.runs import Folder, Outcome, Run, Settings, Work, grid
 
 __all__ = [
+    "Failure",
     "Folder",
     "Outcome",
     "Run",

@@ -28,7 +28,8 @@ def on_ray(
     try:
         gpus = _gpus(ray, device, share)
         task = ray.remote(max_retries=TRIES - 1, num_cpus=1, num_gpus=gpus)(done)
-        under_way |= {task.remote(job, work, device): job for job in jobs}
+        shared = ray.put(work)  # once for all, for data may come with it
+        under_way |= {task.remote(job, shared, device): job for job in jobs}
         while under_way:
             for ref in ray.wait(list(under_way))[0]:
                 yield _answer(ray, ref, under_way.pop(ref))

@@ -34,6 +34,7 @@ def sweep(
     most: int = 1,
     progress: bool = True,
     title: str = "sweep",
+    failed: Callable[[Failure], None] | None = None,
 ) -> list[Run]:
     """Runs of all settings, in their order; those that the folder holds are not run again.
 
@@ -57,6 +58,8 @@ def sweep(
     together, most : which settings make one call, and how many at most
     progress : whether to tell on the error stream how far it is
     title : of the progress
+    failed : called with every job that failed, in place of the error in the end; the runs of the
+        others are returned
 
     Examples
     --------
@@ -83,7 +86,7 @@ def sweep(
     ):
         for answer in answers:
             if isinstance(answer, Failure):
-                failures.append(answer)
+                (failed or failures.append)(answer)
                 tally.advance(failed=len(answer.job.settings))
                 continue
             for run in answer:
@@ -91,7 +94,7 @@ def sweep(
             tally.advance(len(answer))
     if failures:
         raise _told(failures, len(jobs))
-    return [found[file] for file in files]
+    return [found[file] for file in files if file in found]
 
 
 def _files(settings: Iterable[Settings], folder: Folder) -> dict[Path, Settings]:

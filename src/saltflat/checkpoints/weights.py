@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from saltflat.cli.files import tensors
+from saltflat.checkpoints.files import tensors
 from saltflat.errors import LoadError
 
 # What wrappers put before names: DataParallel, Lightning modules and trainers, torch.compile.
@@ -22,12 +22,17 @@ _SHOWN = 8
 Names = Callable[[str], str]
 
 
-def load_weights(model: nn.Module, path: Path, *, strict: bool = True) -> list[str]:
-    """Put the weights of a file into the model; notes on what was done to make them fit.
+def load_weights(
+    model: nn.Module, source: Path | Mapping[str, Any], *, strict: bool = True
+) -> list[str]:
+    """Put the weights of a file, or a state dict, into the model; notes on what made them fit.
 
     `strict` insists that the file has all of the model's weights and no others.
     """
-    state = _state(path, tensors(path))
+    if isinstance(source, Mapping):
+        path, state = "The state dict", _state("The state dict", source)
+    else:
+        path, state = str(source), _state(str(source), tensors(source))
     wanted = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
     state, notes = _renamed(state, wanted)
     missing = [name for name in wanted if name not in state]
@@ -42,7 +47,7 @@ def load_weights(model: nn.Module, path: Path, *, strict: bool = True) -> list[s
     return notes
 
 
-def _state(path: Path, content: Any) -> dict[str, Tensor]:
+def _state(path: str, content: Any) -> dict[str, Tensor]:
     """The tensors by name: the file itself, or what it keeps under a usual name."""
     places = [content]
     if isinstance(content, Mapping):
@@ -113,7 +118,7 @@ def _rounding(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list
 
 
 def _mismatch(
-    path: Path,
+    path: str,
     model: nn.Module,
     state: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
@@ -130,7 +135,9 @@ def _mismatch(
     lines += _section("missing", (_with_nearest(n, unexpected) for n in missing))
     lines += _section("not in the model", (_with_nearest(n, missing) for n in unexpected))
     if not wrong and len(missing) < len(wanted):
-        lines.append("With --no-strict, what fits is loaded and the rest left as it is.")
+        lines.append(
+            "With strict=False (--no-strict), what fits is loaded and the rest left as it is."
+        )
     else:
         lines.append("Is it a checkpoint of this model, made with the same settings?")
     return "\n".join(lines)
