@@ -111,6 +111,7 @@ ELSEWHERE = {
         "normalized_sharpness",
     },
     "demo": set(MEASURES),
+    "papers": set(MEASURES),  # whose experiments measure what the papers do
     "moved.py": set(MEASURES),  # modules of that name that were
 }
 SOURCE = Path(sf.__file__).parent

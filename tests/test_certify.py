@@ -304,7 +304,7 @@ def test_probing_is_asked_for_and_not_exact(measure) -> None:
     assert not result.exact
     assert torch.as_tensor(detail.stderr).isnan().all()
     assert torch.tensor(result.stderr).isnan()
-    assert "probed on 2 of 64 samples" in detail.reason
+    assert "probed on 8 of 64 samples" in detail.reason
     assert result.details["2.weight"].exact
     oracle = Dense(model, x, y)
     truth = oracle.blocks(oracle.hessian)["0.weight"].diagonal()
