@@ -175,7 +175,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     errors.set_ylabel("relative difference of saltflat, float64")
     for axes in (times, errors):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=8)
     return figure
 
 
