@@ -393,6 +393,33 @@ def test_nothing_is_concluded_from_a_pass_that_fails_once() -> None:
             symmetries(Then(once), torch.randn(5, 6))
 
 
+def test_nothing_is_concluded_from_memory_that_ran_out() -> None:
+    """Of the features that are sliced away: the error, or all of the scales that they have."""
+    made, failing = 0, 0
+
+    def sliced(h: Tensor) -> Tensor:
+        nonlocal made
+        made += 1
+        if made == failing:
+            raise MemoryError("no room")
+        return h.relu() * torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=h.dtype)
+
+    torch.manual_seed(0)
+    truth = symmetries(Then(sliced), torch.randn(5, 6))
+    raised, passes = 0, made
+    for each in range(2, passes + 1):
+        made, failing = 0, each
+        torch.manual_seed(0)
+        try:
+            group = symmetries(Then(sliced), torch.randn(5, 6))
+        except MemoryError:
+            raised += 1
+        else:
+            assert len(group) == len(truth)
+            assert any("no room" in note for note in group.notes) or group.notes == truth.notes
+    assert raised
+
+
 def test_zeros_do_not_hide_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     class Biased(Then):
         def __init__(self) -> None:
