@@ -146,6 +146,15 @@ class Refutation:
     directions: int = 0  # a sample has so many, more than are sent one by one
     unserved: frozenset[str] = frozenset()  # blocks that draws of their own do not serve
 
+    @property
+    def told(self) -> Refutation:
+        """The same without samples and outputs, as other ranks are told."""
+        if self.plan is None:
+            return self
+        nothing = torch.empty(0)
+        bare = Batch(nothing, nothing, 0, self.plan.seen.where)
+        return replace(self, plan=replace(self.plan, seen=bare, sample_outputs=nothing))
+
 
 def fits(use: Use, rows: Rows) -> bool:
     """Whether a use's input and output can have the samples where `rows` says."""
