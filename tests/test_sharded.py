@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from dense import Dense
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import saltflat as sf
-from saltflat.errors import ModelError
+from saltflat.errors import ModelError, SaltflatError
+from saltflat.risk import Risk
 from saltflat.vectors import total_norm
 
 ATOL = 1e-10
@@ -185,6 +189,13 @@ REPEATED: dict[str, Training] = {
 }
 
 
+# All of them layer by layer, and some in other ways; tests of machines have the rest for DDP.
+RUNS = [
+    *((name, "layers") for name in TRAININGS),
+    *((name, how) for name in ("sam", "entropy", "fam, curved") for how in ("one", "ddp")),
+]
+
+
 def train(
     training: Training, spread: Callable[[nn.Module], nn.Module], part: slice = slice(None)
 ) -> Tensor:
@@ -201,8 +212,8 @@ def train(
     return whole(model)
 
 
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(ModelError) as caught:
+def refused(call: Callable[[], Any], error: type[Exception] = ModelError) -> str:
+    with pytest.raises(error) as caught:
         call()
     return str(caught.value)
 
@@ -210,12 +221,11 @@ def refused(call: Callable[[], Any]) -> str:
 def found_of_training(rank: int) -> dict[str, Any]:
     mine = slice(4 * rank, 4 * rank + 4)
     found: dict[str, Any] = {}
-    for how, spread in SPREAD.items():
-        for name, training in TRAININGS.items():
-            found[name, how] = train(training, spread, mine)
-        if how != "ddp":
-            for name, training in REPEATED.items():
-                found[name, how] = train(training, spread)
+    for name, how in RUNS:
+        found[name, how] = train(TRAININGS[name], SPREAD[how], mine)
+    for name, training in REPEATED.items():
+        for how in ("layers", "one"):
+            found[name, how] = train(training, SPREAD[how])
     found["sam", "part"] = train(TRAININGS["sam"], partly)
     model = by_layer(dense())
     found["norm"] = total_norm(list(model.parameters()))
@@ -262,6 +272,250 @@ def measured_normalised(sync: bool) -> dict[str, Any]:
     }
 
 
+# Measurements.
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attend = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        answer: Tensor = x + self.attend(n, n, n, need_weights=False)[0]
+        return answer
+
+
+class Attending(nn.Module):
+    """What a transformer has; FSDP2 gathers its block at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 4), Mixing()
+        self.hidden, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.embed(x))
+        answer: Tensor = self.out(F.gelu(self.hidden(h))).mean(1)
+        return answer
+
+
+def attending() -> Attending:
+    torch.manual_seed(7)
+    return Attending().double()
+
+
+def straight() -> nn.Module:
+    torch.manual_seed(8)
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)
+    ).double()
+
+
+MODELS = {
+    "straight": straight,
+    "curved": dense,
+    "convolutional": convolutional,
+    "attending": attending,
+}
+DRAWN = sf.PropagatedCurvature(4, seed=1)
+FORMS = ["relative_flatness", "kappa_trace", "rho", "fisher_rao_norm", "normalized_sharpness"]
+Found = dict[str, Tensor]
+
+
+def traces(model: nn.Module, data: Any) -> Found:
+    return {
+        k: torch.tensor(v, dtype=torch.float64)
+        for k, v in sf.trace(model, data, estimator=DRAWN).items()
+    }
+
+
+def gauss_newton(model: nn.Module, data: Any) -> Found:
+    return dict(sf.diagonal(model, data, curvature="ggn").items())
+
+
+def crowded(model: nn.Module, data: Any) -> Found:
+    found = sf.trace(model, data, max_directions=2, estimator=DRAWN)
+    return {
+        k: torch.tensor([v, found.details[k].stderr], dtype=torch.float64) for k, v in found.items()
+    }
+
+
+def forms(model: nn.Module, data: Any) -> Found:
+    report = sf.measure(model, data, measures=FORMS, curvature="ggn")
+    return {name: torch.tensor(report[name].value, dtype=torch.float64) for name in FORMS}
+
+
+QUANTITIES = {"trace": traces, "ggn": gauss_newton, "crowded": crowded, "forms": forms}
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (8, 3), generator=torch.Generator().manual_seed(9))
+
+
+def data_of(model: nn.Module) -> tuple[Tensor, Tensor]:
+    return (tokens(), torch.arange(8) % 3) if isinstance(model, Attending) else samples(model)
+
+
+def quantities(
+    spread: Callable[[nn.Module], nn.Module], names: Iterable[str] = tuple(MODELS)
+) -> dict[Any, Found]:
+    found = {}
+    for name in names:
+        model = MODELS[name]()
+        data = data_of(model)
+        called = spread(model)
+        for kind, ask in QUANTITIES.items():
+            found[name, kind] = ask(called, [data, (data[0][:3], data[1][:3])])
+    return found
+
+
+EVERYTHING = ["hessian_max_eigenvalue", "neuronwise_minimum_sharpness", "sam_sharpness"]
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """What takes the whole model."""
+    with sf.gathered(model):
+        report = sf.measure(model, samples(model), measures=EVERYTHING)
+    assert report.standing is not None
+    values = {name: report[name].value for name in EVERYTHING}
+    return {**values, "loss": report.standing.loss, "hash": report.provenance.model_hash}
+
+
+def of_shards(model: nn.Module, part: slice, distributed: bool) -> float:
+    """The trace of samples that are on several ranks, not as many on each."""
+    x, y = samples(model)
+    names = ["hessian_trace"]
+    with sf.gathered(model):
+        report = sf.measure(model, (x[part], y[part]), measures=names, distributed=distributed)
+    return report["hessian_trace"].value
+
+
+def measured_in_between(spread: Callable[[nn.Module], nn.Module], measured: bool) -> Tensor:
+    """A training with measurements in it, one amid the accumulation of gradients."""
+    model = dense()
+    x, y = samples(model)
+    called: Any = spread(model)
+    optimizer = sf.SAM(sgd(called), rho=0.3)
+    for _ in range(2):
+        by_closure(optimizer, called, x, y, None)
+        if measured:
+            sf.trace(called, (x, y), estimator=DRAWN)
+    optimizer = sgd(called)
+    optimizer.zero_grad()
+    for part in (slice(0, 4), slice(4, 8)):
+        if spread is not alone:
+            called.set_requires_gradient_sync(part.start == 4)
+        F.cross_entropy(called(x[part]), y[part]).backward()
+        if measured:
+            sf.trace(called, (x, y), estimator=DRAWN)
+    optimizer.step()
+    return whole(model)
+
+
+def as_found(model: nn.Module) -> list[Any]:
+    """What a measurement must leave alone."""
+    places = [(id(p), p.requires_grad, id(p.grad)) for p in model.parameters()]
+    modes = [(m.training, len(m._forward_hooks)) for m in model.modules()]
+    tensors = (*model.parameters(), *(p.grad for p in model.parameters()))
+    values = [t.to_local().tolist() for t in tensors if isinstance(t, DTensor)]
+    return [places, modes, values, torch.get_rng_state().tolist()]
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(5, 3).double(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("the fourth pass fails")
+        answer: Tensor = self.inner(x)
+        return answer
+
+
+class Detached(nn.Module):
+    """A backward pass that is not the derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        answer: Tensor = self.b(h * (h.detach() + 1))
+        return answer
+
+
+def graphs_hold_no_weights(model: nn.Module) -> bool:
+    """After a forward pass, with its graph alive, nothing whole is left."""
+    x, y = samples(model)
+    risk = Risk(model, (x, y))
+    with risk.session():
+        outputs = risk.forward(next(risk.batches()))
+        kept = [leaf.untyped_storage().size() for leaf in risk.leaves.values()]
+        sharded = all(isinstance(p, DTensor) for p in model.parameters())
+        (slope,) = torch.autograd.grad(outputs.sum(), [risk.leaves["0.weight"]])
+    return outputs.requires_grad and sharded and not any(kept) and bool(slope.any())
+
+
+def refusals(rank: int) -> dict[str, str]:
+    def half(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        return model
+
+    def parallel(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2,))
+        return parallelize_module(model, mesh, {"2": ColwiseParallel()})
+
+    model, data = by_layer(dense()), samples(dense())
+    mine = data[0][4 * rank : 4 * rank + 4], data[1][:4]
+    detached, failing = by_layer(Detached()), by_layer(Failing())
+    checked, split = by_layer(normalised()), attending()
+    fully_shard(split.mix.attend)  # it then takes three inputs, and its weight in parts
+    fully_shard(split)
+    found = {
+        "eigenvalues": lambda: sf.max_eigenvalue(model, data),
+        "symmetries": lambda: sf.symmetries(model, data[0]),
+        "landscape": lambda: sf.measure(model, data, measures=["sam_sharpness"]),
+        "dtype": lambda: sf.trace(model, data, dtype=torch.float32),
+        "precision": lambda: sf.trace(half(dense(), torch.float32), data),
+        "tensor parallel": lambda: sf.trace(parallel(dense_even()), data),
+        "other samples": lambda: sf.trace(model, mine),
+        "distributed": lambda: sf.measure(model, mine, distributed=True),
+        "checkpoint": lambda: sf.trace(checked, data),
+        "derivative": lambda: sf.trace(detached, data),
+        "failure": lambda: sf.trace(failing, data),
+        "no rule": lambda: sf.trace(split, (tokens(), data[1]), curvature="ggn"),
+    }
+    said = {name: refused(call, SaltflatError) for name, call in found.items()}
+    said["sharded again"] = str(all(isinstance(p, DTensor) for p in failing.parameters()))
+    return said
+
+
+def dense_even() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 4)).double()
+
+
+def found_of_measuring(rank: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {("measured", "layers"): quantities(by_layer)}
+    found["measured", "one"] = quantities(as_one, ["curved"])
+    model = by_layer(dense())
+    F.cross_entropy(model(samples(model)[0]), samples(model)[1]).backward()
+    before = as_found(model)
+    sf.trace(model, samples(model))
+    found["as found"] = before == as_found(model)
+    found["no weights"] = graphs_hold_no_weights(model)
+    found["everything"] = everything(by_layer(straight()))
+    mine = slice(0, 5) if rank == 0 else slice(5, 8)
+    found["of shards"] = of_shards(by_layer(convolutional()), mine, distributed=True)
+    found["in between"] = measured_in_between(by_layer, measured=True)
+    found["refusals"] = refusals(rank)
+    return found
+
+
 # The world.
 
 
@@ -278,6 +532,7 @@ def one_rank(rank: int, folder: str) -> None:
         warnings.simplefilter("ignore")
         found = found_of_training(rank)
         found["normalised"] = measured_normalised(sync=True)
+        found |= found_of_measuring(rank)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     distributed.destroy_process_group()
 
@@ -294,8 +549,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and float((a - b).abs().max()) <= ATOL
 
 
-@pytest.mark.parametrize("how", SPREAD)
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(("name", "how"), RUNS)
 def test_training_on_shards_is_training_on_all(
     name: str, how: str, ranks: list[dict[Any, Any]]
 ) -> None:
@@ -339,3 +593,88 @@ def test_synchronised_batchnorm_is_batchnorm(ranks: list[dict[Any, Any]]) -> Non
         assert torch.equal(found["state"], expected["state"])
         for name, (value, exact) in expected["values"].items():
             assert found["values"][name] == (pytest.approx(value, rel=1e-10), exact), name
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Any, Found]:
+    return quantities(alone)
+
+
+@pytest.mark.parametrize("kind", QUANTITIES)
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, "layers") for name in MODELS), ("curved", "one")]
+)
+def test_sharded_models_are_measured_as_whole_ones(
+    name: str, kind: str, how: str, expected: dict[Any, Found], ranks: list[dict[Any, Any]]
+) -> None:
+    one = expected[name, kind]
+    for found in ranks:
+        got = found["measured", how][name, kind]
+        assert got.keys() == one.keys()
+        for key, value in one.items():
+            assert float((got[key] - value).abs().max()) <= ATOL * max(
+                1.0, float(value.abs().max())
+            )
+
+
+def test_against_the_dense_oracle(ranks: list[dict[Any, Any]]) -> None:
+    model = straight().eval()
+    x, y = samples(model)
+    x, y = torch.cat([x, x[:3]]), torch.cat([y, y[:3]])
+    oracle = Dense(model, x, y)
+    for found in ranks:
+        got = found["measured", "layers"]["straight", "trace"]
+        for name, block in oracle.blocks(oracle.hessian).items():
+            assert float(got[name]) == pytest.approx(float(block.trace()), rel=1e-9)
+            assert float(block.trace()) > 0
+
+
+def test_weights_are_gathered_layer_by_layer(ranks: list[dict[Any, Any]]) -> None:
+    assert all(found["no weights"] for found in ranks)
+
+
+def test_sharded_models_are_given_back_as_found(ranks: list[dict[Any, Any]]) -> None:
+    assert all(found["as found"] for found in ranks)
+    expected = measured_in_between(alone, measured=False)
+    assert all(close(found["in between"], expected) for found in ranks)
+
+
+def test_all_measures_of_a_gathered_model(ranks: list[dict[Any, Any]]) -> None:
+    one = everything(straight())
+    for found in ranks:
+        assert found["everything"].keys() == one.keys()
+        assert found["everything"]["hash"] == one["hash"]
+        for name in (*EVERYTHING, "loss"):
+            assert found["everything"][name] == pytest.approx(one[name], rel=1e-8)
+
+
+def test_uneven_shards_of_the_data_of_a_gathered_model(ranks: list[dict[Any, Any]]) -> None:
+    one = of_shards(convolutional(), slice(None), distributed=False)
+    half = of_shards(convolutional(), slice(0, 5), distributed=False)
+    for found in ranks:
+        assert found["of shards"] == pytest.approx(one, rel=1e-10)
+        assert found["of shards"] != pytest.approx(half, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("eigenvalues", "gathered(model)"),
+        ("symmetries", "gathered(model)"),
+        ("landscape", "gathered(model)"),
+        ("dtype", "before fully_shard"),
+        ("precision", "MixedPrecisionPolicy"),
+        ("tensor parallel", "full_tensor()"),
+        ("other samples", "give every rank the same data"),
+        ("distributed", "give every rank all data"),
+        ("checkpoint", "Switch checkpointing off"),
+        ("derivative", "is not the derivative"),
+        ("failure", "the fourth pass fails"),
+        ("no rule", "No fast rule serves mix.attend.in_proj_weight"),
+        ("sharded again", "True"),
+    ],
+)
+def test_what_sharded_models_do_not_serve_is_refused(
+    name: str, words: str, ranks: list[dict[Any, Any]]
+) -> None:
+    assert all(words in found["refusals"][name] for found in ranks)
