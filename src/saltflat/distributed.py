@@ -191,7 +191,7 @@ class Ranks(Reduction):
             raise DistributedError(
                 "A rank is gone, or does not answer: its process has ended, perhaps for want of "
                 f"memory, or the network failed (rank {self.rank} of {self.ranks} was told: "
-                f"{str(error).splitlines()[0]}). Look at the other ranks' output."
+                f"{str(error).partition('. This')[0]}). Look at the other ranks' output."
             ) from error
 
 
@@ -223,17 +223,32 @@ def _for_objects() -> Any:
     return _GROUPS[world]
 
 
-def sampler_of(data: Any) -> DistributedSampler[Any] | None:
-    """The DistributedSampler of a loader, if it has one."""
+def _sampler(data: Any) -> DistributedSampler[Any] | None:
+    """The DistributedSampler of a loader, if it has one that leaves samples to other ranks."""
     batches = getattr(data, "batch_sampler", None)
     for each in (getattr(data, "sampler", None), batches, getattr(batches, "sampler", None)):
-        if isinstance(each, DistributedSampler):
+        if isinstance(each, DistributedSampler) and each.num_replicas > 1:
             return each
     return None
 
 
-def check_padding(sampler: DistributedSampler[Any]) -> None:
+def one_shard(data: Any) -> str:
+    """What is to be said of a loader of one process that gives the samples of one rank alone."""
+    sampler = _sampler(data)
+    if sampler is None:
+        return ""
+    return (
+        f"the loader has a DistributedSampler: these are the samples of rank {sampler.rank} of "
+        f"{sampler.num_replicas} alone. Pass distributed=True on every rank to measure those of "
+        "all, or a loader without it"
+    )
+
+
+def check_padding(data: Any) -> None:
     """Refuse a sampler that gives some samples twice, to make all shards equally long."""
+    sampler = _sampler(data)
+    if sampler is None:
+        return
     length = len(sampler.dataset)  # type: ignore[arg-type]
     if not sampler.drop_last and sampler.total_size > length:
         raise DataError(

@@ -24,7 +24,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.distributed import LOCAL, Reduction, check_padding, sampler_of
+from saltflat.distributed import LOCAL, Reduction, check_padding, one_shard
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -324,17 +324,10 @@ class Risk:
 
     def _look_at_sampler(self) -> None:
         """See to the samples that a DistributedSampler repeats, or leaves to other ranks."""
-        sampler = sampler_of(self._items)
-        if sampler is None or sampler.num_replicas == 1:
-            return
         if self.reduction.ranks > 1:
-            check_padding(sampler)
-            return
-        self.notes.append(
-            f"the loader has a DistributedSampler: these are the samples of rank {sampler.rank} of "
-            f"{sampler.num_replicas} alone. Pass distributed=True on every rank to measure those "
-            "of all, or a loader without it"
-        )
+            check_padding(self._items)
+        elif note := one_shard(self._items):
+            self.notes.append(note)
 
     def narrow(self, names: Iterable[str]) -> None:
         """Measure some of the parameters alone from here on, inside a session.
