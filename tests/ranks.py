@@ -31,7 +31,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 # The sizes of every rank's batches.
 SHARDS = {2: [[5, 2], [3, 1, 4]], 4: [[4, 1], [], [3], [2, 1, 5]]}
-LIMIT = 120  # seconds that a world may take
+LIMIT = 240  # seconds that a world may take
 
 
 def relu() -> nn.Module:
@@ -192,12 +192,15 @@ def monitored(data: Batches, several: bool) -> Any:
     """The model as DistributedDataParallel has it; the first samples alone."""
     model = relu()
     wrapped = DistributedDataParallel(model) if several else model
-    monitor = sf.Monitor(wrapped, data, samples=6, distributed=several)
+    monitor = sf.Monitor(wrapped, data, samples=6, budget=None, distributed=several)
     first = monitor.epoch()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
-    skipped, last = monitor.epoch(), monitor.measure()
+    last = monitor.measure()
+    # What it would take is measured before it is forbidden.
+    slow = sf.Monitor(wrapped, data, budget=sf.Budget(seconds=1e-9), distributed=several)
+    skipped = slow.epoch()
     assert first is not None
     assert skipped is not None
     assert skipped.skipped is not None
@@ -206,6 +209,12 @@ def monitored(data: Batches, several: bool) -> Any:
 
 
 reasons: list[str] = []  # by the clock of rank 0
+
+
+def pictured(data: Batches, several: bool) -> Any:
+    options = {"dimensions": 1, "points": 3, "accuracy": True, "distributed": several}
+    picture = sf.landscape(relu(), data, **options)
+    return picture.losses, picture.accuracies, picture.samples, picture.data_hash
 
 
 def buffers(data: Batches, several: bool) -> Any:
@@ -229,12 +238,13 @@ SAME: dict[str, Callable[[Batches, bool], Any]] = {
     "curvature": curvature,
     "audit": audited,
     "monitor": monitored,
+    "landscape": pictured,
     "buffers": buffers,
 }
 # The larger world has fewer: what it is for is an empty shard, and more than two parts.
 JOBS = {
     2: [name for name in SAME if name != "some"],
-    4: ["some", "curvature", "late", "own loss", "monitor"],
+    4: ["some", "late", "own loss", "monitor"],
 }
 
 
@@ -382,6 +392,12 @@ def without_sums(data: Batches) -> Any:
         return dict(sf.trace(relu(), data, distributed=True))
 
 
+def beside_nccl(data: Batches) -> Any:
+    """Beside a group that takes no tensors on the CPU, errors and sums go through another."""
+    with mock.patch("saltflat.distributed.dist.get_backend_config", return_value="cuda:nccl"):
+        return [dict(sf.trace(relu(), data, distributed=True)) for _ in range(2)]
+
+
 def clock(data: Batches) -> Any:
     """Why the monitor skipped a measurement, just now."""
     return reasons[-1]
@@ -389,7 +405,15 @@ def clock(data: Batches) -> Any:
 
 OTHERS: dict[str, Callable[[Batches], Any]] = {
     each.__name__: each
-    for each in (sharded, same_samples, alone, without_places, without_sums, clock)
+    for each in (
+        sharded,
+        same_samples,
+        alone,
+        without_places,
+        without_sums,
+        beside_nccl,
+        clock,
+    )
 }
 
 

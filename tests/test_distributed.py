@@ -132,6 +132,12 @@ def test_a_rank_that_dies_stops_the_others(worlds: Worlds, count: int) -> None:
         assert results["seconds", "dies"] < 60
 
 
+def test_beside_nccl(worlds: Worlds) -> None:
+    alone = dict(sf.trace(ranks.relu(), ranks.all_batches(2)))
+    for results in worlds(2):
+        assert not differences([alone, alone], results["beside_nccl"])
+
+
 def test_all_ranks_skip_by_one_clock(worlds: Worlds) -> None:
     first, second = (results["clock"] for results in worlds(2))
     assert first == second

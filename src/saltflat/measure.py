@@ -39,6 +39,7 @@ from saltflat.errors import (
     NoSecondDerivative,
     NotApplicable,
     SaltflatError,
+    listed,
     nearest,
 )
 from saltflat.landscape import RiskSurface
@@ -191,10 +192,20 @@ def _measured(
         stands, remarks = _standing(engine)
         seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
     work.at("done", count, count)
+    _check_agreement(risk, done, skipped)
     certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     notes = (*_notes(risk), *engine.first.notes, *remarks)
     return Report(done, skipped, source, notes, standing=stands)
+
+
+def _check_agreement(risk: Risk, done: Iterable[str], skipped: Iterable[str]) -> None:
+    """Refuse results of which some ranks have more than others: for want of memory, say."""
+    every = risk.reduction.each(lambda: (sorted(done), sorted(skipped)))
+    for rank, (_, other) in enumerate(every):
+        if other != every[0][1]:
+            names = listed(sorted({*other} ^ {*every[0][1]}))
+            raise DistributedError(f"Measured on some ranks only, 0 or {rank}: {names}.")
 
 
 def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
