@@ -52,7 +52,7 @@ def runs(size: Size) -> list[Settings]:
     strengths = tuple(PUBLISHED) if size == "full" else (0.0, 0.02)
     return [
         {**(full if size == "full" else small), "strength": strength, "seed": seed}
-        for seed in range(3)
+        for seed in range(5 if size == "full" else 3)
         for strength in strengths
     ]
 
