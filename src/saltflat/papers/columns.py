@@ -1,4 +1,4 @@
-"""One number of many runs: the column of them, and its mean over seeds as a line of a table."""
+"""One number of many runs: the column of them, its largest, and its mean over seeds as a row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from saltflat.sweep import Run
 def column(runs: Sequence[Run], name: str) -> list[float]:
     """One number of each run. (Files hold those that are not finite as words.)"""
     return [float(run[name]) for run in runs]
+
+
+def largest(values: Sequence[float]) -> float:
+    """NaN where one is, wherever it stands."""
+    return float(np.max(values))
 
 
 def mean_row(

@@ -17,12 +17,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import saltflat as sf
 from saltflat.datasets import Data, Pairs, rte
 from saltflat.errors import MissingDependency
+from saltflat.papers.columns import largest
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.relative_flatness.seeds import differences, mean_and_error
 from saltflat.papers.trained import accuracy, fit, mean_loss
@@ -161,8 +163,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         table.append(Row(f"{what}, mean", mean, error, there[0], _here(some)))
         if len(found) > 1:
             table.append(Row(f"{what}, standard deviation", stdev(found), None, there[1]))
-        table.append(Row(f"{what}, largest", max(found), None, there[2]))
-        rise = fmean(run["dev_losses"][-1] - min(run["dev_losses"]) for run in some)
+        table.append(Row(f"{what}, largest", largest(found), None, there[2]))
+        rise = fmean(run["dev_losses"][-1] - float(np.min(run["dev_losses"])) for run in some)
         table.append(Row(f"RTE, {method}: rise of the development loss", rise, note="figure 3"))
         flatness, error = mean_and_error([run["relative_flatness"] for run in some])
         table.append(Row(f"RTE, {method}: relative flatness", flatness, error))
