@@ -179,6 +179,26 @@ def curvature(data: Batches, several: bool) -> Any:
     return found
 
 
+def confident(data: Batches, several: bool) -> Any:
+    """Directions are chosen, of many samples: the ranks have as many in proportion as batches."""
+    g = torch.Generator().manual_seed(5)
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8.0)
+    x = torch.randn(1500, 4, generator=g, dtype=torch.float64)
+    y = model(x).argmax(1).detach()
+    rank, cut = (dist.get_rank(), 400) if several else (0, 1500)
+    rows = slice(0, cut) if rank == 0 else slice(cut, 1500)
+    options: dict[str, Any] = {"tolerance": 0.1, "distributed": several}
+    report = sf.measure(
+        model, (x[rows], y[rows]), measures=["hessian_trace", "rho"], standing=False, **options
+    )
+    chosen = [note for note in report.notes if note.startswith("tolerance")]
+    return {n: (m.value, m.stderr, m.degrees, m.exact) for n, m in report.items()}, chosen
+
+
 def audited(data: Batches, several: bool) -> Any:
     options = {"measures": ["hessian_trace", "rho"], "elements": 1, "spread": 10.0}
     audit = sf.audit(relu(), data, **options, distributed=several)
@@ -236,6 +256,7 @@ SAME: dict[str, Callable[[Batches, bool], Any]] = {
     "late": late,
     "own loss": own_loss,
     "curvature": curvature,
+    "confident": confident,
     "audit": audited,
     "monitor": monitored,
     "landscape": pictured,
