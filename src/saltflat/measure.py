@@ -71,7 +71,7 @@ def measure(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -96,7 +96,9 @@ def measure(
         "raise" its error, or "skip" it, which the report lists with the reason (`skipped`). By
         default those that were named raise, the others are skipped. What is wrong with the model,
         the data or the loss as a whole is an error all the same.
-    estimator, tolerance : for what cannot be had exactly, as in `trace`.
+    estimator, tolerance : for what cannot be had exactly, and a tolerance that is given also for
+        what can, as in `trace`: each kind of curvature that the measures are made of has it, and
+        every measurement tells its own error.
     seed : of the searches and estimates.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
         (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.

@@ -78,7 +78,11 @@ class Batch:
         """Some samples from all over the batch, the first among them: data often come sorted."""
         if count >= self.size:
             return self
-        return self._cut(self.places(count), count)
+        return self.take(self.places(count))
+
+    def take(self, which: list[int]) -> Batch:
+        """Some samples by their places in the batch."""
+        return self._cut(which, len(which))
 
     def places(self, count: int) -> list[int]:
         """Where the samples of `spread` are: one in each stretch, at no regular distance."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -40,7 +41,7 @@ def trace(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
@@ -68,8 +69,13 @@ def trace(
         two with the smaller variance in a pilot, and as many draws as `tolerance` takes.
     tolerance : of an estimated block the standard error is to be at most this share of its trace
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
-        the network. Draws end before that if they have cost 100 gradients.
-    seed : of the default estimator's noise.
+        the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
+        is given, a trace that could be had exactly is estimated too where that is cheaper: of the
+        directions of every sample those that matter are sent backwards and a few of the rest, until
+        the standard error of every block, and of their sum, is at most this share of it. Where it
+        is not cheaper, or another block has to be estimated anyway, the trace is exact; the notes
+        tell which.
+    seed : of the default estimator's noise, and of the directions that are chosen.
     certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
         also takes what seems so on a few samples, which is then not called exact and has no
         standard error; "none" takes nothing, so that every block of the Hessian is estimated.
@@ -103,7 +109,7 @@ def diagonal(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
@@ -115,7 +121,8 @@ def diagonal(
 ) -> Diagonal:
     """The diagonal of the Hessian (or of the Gauss–Newton matrix), a tensor for every parameter.
 
-    Arguments as in `trace`.
+    Arguments as in `trace`; what can be had exactly is, whatever the tolerance: an entry that few
+    samples feed would have an error that does not hold.
 
     Examples
     --------
@@ -542,7 +549,10 @@ def _blocks(
 
 
 def checked_settings(
-    max_directions: int, memory_budget: int | None, certify: Certify, tolerance: float = 0.05
+    max_directions: int,
+    memory_budget: int | None,
+    certify: Certify,
+    tolerance: float | None = None,
 ) -> Settings:
     if certify not in get_args(Certify):
         raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
@@ -550,5 +560,8 @@ def checked_settings(
         raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
     if memory_budget is not None and memory_budget < 1:
         raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
+    settings = Settings(max_directions, memory_budget, certify)
+    if tolerance is None:
+        return settings
     check_number("tolerance", tolerance, above=True)
-    return Settings(max_directions, memory_budget, certify, tolerance)
+    return replace(settings, tolerance=tolerance, adaptive=True)
