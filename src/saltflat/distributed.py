@@ -10,16 +10,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar, final
+from math import nan
+from typing import Any, TypeVar, final
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, Sampler
 
 from saltflat.checks import check_integer
-from saltflat.errors import DataError, DistributedError, InvalidType, InvalidValue
+from saltflat.errors import DataError, DistributedError, InvalidType, InvalidValue, ModelError
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -92,16 +94,19 @@ class Ranks(Reduction):
 
     def each(self, work: Callable[[], Result]) -> list[Result]:
         assert not self._working, "a rank's own work cannot wait for the others"
-        self._working, failure, status = True, None, _DONE
+        own: BaseException | None = None
         place = f"{work.__module__}.{work.__qualname__}"
+        self._working = True
         try:
-            said = pickle.dumps((status, place, work()))
-        except BaseException as error:
-            failure = error if not isinstance(error, Exception) else _portable(error)
-            status = _FAILED if isinstance(error, Exception) else _LEFT
-            said = pickle.dumps((status, place, _portable(error)))
+            said = pickle.dumps((_DONE, place, work()))
+        except Exception as error:
+            own = _portable(error)
+            said = pickle.dumps((_FAILED, place, own))
+        except BaseException as error:  # an interruption, which is nobody's to catch
+            own = error
+            said = pickle.dumps((_LEFT, place, _portable(error)))
         self._working = False
-        return self._agreed(self._exchanged(said), failure)
+        return self._agreed(self._exchanged(said), own)
 
     def leave(self, error: BaseException) -> None:
         """This rank raises, and the others, wherever they are, are to do so too."""
@@ -145,12 +150,14 @@ class Ranks(Reduction):
         """The results, if there is one on every rank."""
         states = [status for status, _, _ in answers]
         for bad in (_LEFT, _FAILED):
-            if bad not in states:
-                continue
-            who = states.index(bad)
-            if bad == _LEFT:
-                self._closed = f"rank {who} has stopped"
-            self._raise(who, own if who == self.rank and own else answers[who][2])
+            if bad in states:
+                who = states.index(bad)
+                self._closed = f"rank {who} has stopped" if bad == _LEFT else ""
+                interrupted = own is not None and not isinstance(own, Exception)
+                if own is not None and (interrupted or who == self.rank):
+                    raise own
+                answers[who][2].add_note(f"This happened on rank {who} of {self.ranks}.")
+                raise answers[who][2]
         places = [place for _, place, _ in answers]
         if len(set(places)) > 1:
             self._closed = "the ranks have lost each other"
@@ -160,11 +167,6 @@ class Ranks(Reduction):
                 f"{places[other]}. All must make the same call, with the same model and options."
             )
         return [result for _, _, result in answers]
-
-    def _raise(self, who: int, error: BaseException) -> NoReturn:
-        if who != self.rank or not isinstance(error, Exception):
-            error.add_note(f"This happened on rank {who} of {self.ranks}.")
-        raise error
 
     def _exchanged(self, said: bytes) -> list[Any]:
         """What every rank says."""
@@ -191,7 +193,7 @@ class Ranks(Reduction):
             raise DistributedError(
                 "A rank is gone, or does not answer: its process has ended, perhaps for want of "
                 f"memory, or the network failed (rank {self.rank} of {self.ranks} was told: "
-                f"{str(error).splitlines()[0]}). Look at the other ranks' output."
+                f"{str(error).partition('. This')[0]}). Look at the other ranks' output."
             ) from error
 
 
@@ -205,6 +207,55 @@ def _portable(error: BaseException) -> BaseException:
     told = DistributedError(f"{type(error).__name__}: {error}")
     told.__cause__ = error
     return told
+
+
+@contextmanager
+def aligned(model: nn.Module, reduction: Reduction) -> Iterator[list[str]]:
+    """All ranks have the model of the first: parameters must agree, buffers are taken over.
+
+    DistributedDataParallel leaves every rank with the running statistics of its own batches. The
+    names are those of the buffers that differ.
+    """
+    if reduction.ranks == 1:
+        yield []
+        return
+    prints = reduction.each(lambda: _prints(model))
+    first = prints[0][0]
+    for rank, (norms, _) in enumerate(prints):
+        for name in dict.fromkeys((*first, *norms)):
+            own, its = (each.get(name, nan) for each in (first, norms))
+            if not abs(own - its) <= 1e-6 * abs(own):
+                raise ModelError(
+                    f"Parameter {name!r} is not the same on rank 0 and rank {rank}: every rank "
+                    "must have the same model. Load the same weights, or wrap it in "
+                    "DistributedDataParallel, which sends those of rank 0 to all."
+                )
+    buffers = dict(model.named_buffers())
+    names = [n for n in buffers if len({sums.get(n) for _, sums in prints}) > 1]
+    told = {n: buffers[n].detach().cpu() for n in names if reduction.rank == 0}
+    theirs = reduction.each(lambda: told)[0]
+    before = {n: buffers[n].data for n in names}
+    try:
+        for name, data in before.items():
+            buffers[name].data = theirs[name].to(data.device)
+        yield names
+    finally:
+        for name, data in before.items():
+            buffers[name].data = data
+
+
+def _prints(model: nn.Module) -> tuple[dict[str, float], dict[str, int]]:
+    """By which models are told apart: the norms of parameters, and checksums of buffers."""
+    norms = {
+        name: float(torch.linalg.vector_norm(p.detach().double()))
+        for name, p in model.named_parameters()
+    }
+    sums = {
+        name: crc32(b.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, b in model.named_buffers()
+        if b.layout == torch.strided and b.numel()
+    }
+    return norms, sums
 
 
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -223,17 +274,32 @@ def _for_objects() -> Any:
     return _GROUPS[world]
 
 
-def sampler_of(data: Any) -> DistributedSampler[Any] | None:
-    """The DistributedSampler of a loader, if it has one."""
+def _sampler(data: Any) -> DistributedSampler[Any] | None:
+    """The DistributedSampler of a loader, if it has one that leaves samples to other ranks."""
     batches = getattr(data, "batch_sampler", None)
     for each in (getattr(data, "sampler", None), batches, getattr(batches, "sampler", None)):
-        if isinstance(each, DistributedSampler):
+        if isinstance(each, DistributedSampler) and each.num_replicas > 1:
             return each
     return None
 
 
-def check_padding(sampler: DistributedSampler[Any]) -> None:
+def one_shard(data: Any) -> str:
+    """What is to be said of a loader of one process that gives the samples of one rank alone."""
+    sampler = _sampler(data)
+    if sampler is None:
+        return ""
+    return (
+        f"the loader has a DistributedSampler: these are the samples of rank {sampler.rank} of "
+        f"{sampler.num_replicas} alone. Pass distributed=True on every rank to measure those of "
+        "all, or a loader without it"
+    )
+
+
+def check_padding(data: Any) -> None:
     """Refuse a sampler that gives some samples twice, to make all shards equally long."""
+    sampler = _sampler(data)
+    if sampler is None:
+        return
     length = len(sampler.dataset)  # type: ignore[arg-type]
     if not sampler.drop_last and sampler.total_size > length:
         raise DataError(

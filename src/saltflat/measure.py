@@ -39,6 +39,7 @@ from saltflat.errors import (
     NoSecondDerivative,
     NotApplicable,
     SaltflatError,
+    listed,
     nearest,
 )
 from saltflat.landscape import RiskSurface
@@ -73,7 +74,7 @@ def measure(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -99,7 +100,9 @@ def measure(
         "raise" its error, or "skip" it, which the report lists with the reason (`skipped`). By
         default those that were named raise, the others are skipped. What is wrong with the model,
         the data or the loss as a whole is an error all the same.
-    estimator, tolerance : for what cannot be had exactly, as in `trace`.
+    estimator, tolerance : for what cannot be had exactly, and a tolerance that is given also for
+        what can, as in `trace`: each kind of curvature that the measures are made of has it, and
+        every measurement tells its own error.
     seed : of the searches and estimates.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
         (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.
@@ -191,10 +194,20 @@ def _measured(
         stands, remarks = _standing(engine)
         seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
     work.at("done", count, count)
+    _check_agreement(risk, done, skipped)
     certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     notes = (*_notes(risk), *engine.first.notes, *remarks)
     return Report(done, skipped, source, notes, standing=stands)
+
+
+def _check_agreement(risk: Risk, done: Iterable[str], skipped: Iterable[str]) -> None:
+    """Refuse results of which some ranks have more than others: for want of memory, say."""
+    every = risk.reduction.each(lambda: (sorted(done), sorted(skipped)))
+    for rank, (_, other) in enumerate(every):
+        if other != every[0][1]:
+            names = listed(sorted({*other} ^ {*every[0][1]}))
+            raise DistributedError(f"Measured on some ranks only, 0 or {rank}: {names}.")
 
 
 def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:

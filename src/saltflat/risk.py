@@ -24,7 +24,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.distributed import LOCAL, Reduction, check_padding, sampler_of
+from saltflat.distributed import LOCAL, Reduction, aligned, check_padding, one_shard
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -88,7 +88,11 @@ class Batch:
         """Some samples from all over the batch, the first among them: data often come sorted."""
         if count >= self.size:
             return self
-        return self._cut(self.places(count), count)
+        return self.take(self.places(count))
+
+    def take(self, which: list[int]) -> Batch:
+        """Some samples by their places in the batch."""
+        return self._cut(which, len(which))
 
     def places(self, count: int) -> list[int]:
         """Where the samples of `spread` are: one in each stretch, at no regular distance."""
@@ -280,7 +284,9 @@ class Risk:
         self._note_switches()
         lent = partial(lend, self.model, measured, self.dtype, beside)
         try:
-            with self._aligned():
+            with aligned(self.model, self.reduction) as taken:
+                if taken and (note := _TAKEN + listed(taken)) not in self.notes:
+                    self.notes.append(note)
                 with lent() as loan, self._gathered():
                     yield
                 loan.check_steady(lent, self._answers)
@@ -336,59 +342,12 @@ class Risk:
         Watch(on=True).see(tally, (batch.inputs, batch.targets), batch.size)
         return self.gathering.passing(tally.checksum % (1 << 31))
 
-    @contextmanager
-    def _aligned(self) -> Iterator[None]:
-        """All ranks have the model of the first: parameters must agree, buffers are taken over.
-
-        DistributedDataParallel leaves every rank with the running statistics of its own batches.
-        """
-        if self.reduction.ranks == 1:
-            yield
-            return
-        norms = self.reduction.each(self._norms)
-        for rank, theirs in enumerate(norms):
-            if theirs.keys() != norms[0].keys():
-                raise ModelError(f"The models of rank 0 and rank {rank} have other parameters.")
-            for name, norm in theirs.items():
-                if abs(norm - norms[0][name]) > 1e-6 * abs(norms[0][name]):
-                    raise ModelError(
-                        f"Parameter {name!r} is not the same on rank 0 and rank {rank}: every rank "
-                        "must have the same model. Load the same weights, or wrap it in "
-                        "DistributedDataParallel, which sends those of rank 0 to all."
-                    )
-        own = {name: buffer.data for name, buffer in self.model.named_buffers()}
-        told = {name: data.cpu() for name, data in own.items()} if self.reduction.rank == 0 else {}
-        first = self.reduction.each(lambda: told)[0]
-        other = {n: data for n, data in own.items() if not torch.equal(data.cpu(), first[n])}
-        buffers = dict(self.model.named_buffers())
-        try:
-            for name, data in other.items():
-                buffers[name].data = first[name].to(data.device)
-            yield
-        finally:
-            for name, data in other.items():
-                buffers[name].data = data
-
-    def _norms(self) -> dict[str, float]:
-        """Of all parameters, by which two models are told apart."""
-        return {
-            name: float(torch.linalg.vector_norm(p.detach().double()))
-            for name, p in self.model.named_parameters()
-        }
-
     def _look_at_sampler(self) -> None:
         """See to the samples that a DistributedSampler repeats, or leaves to other ranks."""
-        sampler = sampler_of(self._items)
-        if sampler is None or sampler.num_replicas == 1:
-            return
         if self.reduction.ranks > 1:
-            check_padding(sampler)
-            return
-        self.notes.append(
-            f"the loader has a DistributedSampler: these are the samples of rank {sampler.rank} of "
-            f"{sampler.num_replicas} alone. Pass distributed=True on every rank to measure those "
-            "of all, or a loader without it"
-        )
+            check_padding(self._items)
+        elif note := one_shard(self._items):
+            self.notes.append(note)
 
     def narrow(self, names: Iterable[str]) -> None:
         """Measure some of the parameters alone from here on, inside a session.
@@ -774,6 +733,7 @@ class Risk:
 
 
 _EMPTY = "The data are empty: there is no batch to measure."
+_TAKEN = "buffers that differ between ranks were taken from rank 0: "
 _SHOWN = 32  # samples of one rank that all ranks look at
 
 # How torch says that dtypes do not go together, in its many operations.

@@ -20,6 +20,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.adaptive import WHOLE, AdaptiveRank
 from saltflat.curvature.contractions import Weight
 from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
@@ -634,6 +635,13 @@ class _Search:
         count = self._directions(first)
         if count > self.settings.max_directions and any(k & CURVATURE for k in requests.values()):
             return Refutation(directions=count)
+        if self._may_choose(requests):
+            chosen = self._chosen(requests, stream)
+            if isinstance(chosen, Refutation):
+                return chosen
+            requests, stream = chosen, self.risk.batches()
+            if not requests:
+                return None
         sweep = self._pass(requests, must_be_linear=self.hessian)
         if refutation := sweep.run(stream, self.plan):
             return refutation
@@ -645,6 +653,54 @@ class _Search:
         self._doubt(sweep.samples)
         self.findings.samples = sweep.samples
         return None
+
+    def _may_choose(self, requests: Requests) -> bool:
+        """Whether some of the directions will do, as far as a look at the model tells.
+
+        Not where other blocks are estimated too, whose draws would have to be told apart.
+        """
+        if not self.settings.adaptive or not any(k & CURVATURE for k in requests.values()):
+            return False
+        if self.kinds & WHOLE and not self.groups:
+            self._not_chosen("single entries would have errors that do not hold")
+            return False
+        names = [name for name in self.risk.parameters if self._wanted(name) & CURVATURE]
+        return all(not self.hessian or name not in self.plan.curved for name in names)
+
+    def _not_chosen(self, why: str) -> None:
+        given = f"tolerance={self.settings.tolerance:g}"
+        self.findings.notes.append(f"{given} was not used, all directions were swept: {why}")
+
+    def _chosen(self, requests: Requests, stream: Iterable[Batch]) -> Requests | Refutation:
+        """The directions that matter, within the tolerance; returns what is left to sweep for."""
+        loss, settings = self.whole.loss, self.settings
+        assert isinstance(loss, Loss)
+        wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
+        seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
+        parts = self.risk, loss, settings, self.weights, wanted, self.plan, seed, self.hessian
+        search = AdaptiveRank(*parts)
+        done = search.run(stream)
+        if isinstance(done, Refutation):
+            return done
+        if isinstance(done, str):
+            self._not_chosen(done)
+            return requests
+        note = (
+            f"tolerance={settings.tolerance:g}: {search.sent} of {search.pairs} pairs of a sample "
+            f"and a direction were sent backwards, {done.count} of the last "
+            f"{len(done.pairs.samples)} by chance"
+        )
+        self.findings.notes.append(note)
+        rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}
+        rules = {n: rules.get(n, UNUSED) for n in wanted}
+        for kind in self.kinds & CURVATURE:
+            quantity = done.quantity(kind)
+            if quantity.values:
+                quantity.rules = rules
+                quantity.reasons = {n: f"{self._why(n, rules[n])}; {note}" for n in rules}
+                self._add(kind, quantity)
+        self.findings.samples = search.samples
+        return {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
 
     def _why(self, name: str, rule: str) -> str:
         reason = self.reasons[name] if self.hessian else "Gauss–Newton block, exact for any model"

@@ -50,6 +50,14 @@ class Factor:
         """One draw: directions whose signed outer products average to B; E[noise noiseᵀ] = 1."""
         raise AssertionError("this factor has few directions and is never sketched")
 
+    def sizes(self) -> Tensor:
+        """The squared lengths of the directions, (n, count), in float64."""
+        raise AssertionError("this factor is never chosen from")
+
+    def chosen(self, which: Tensor) -> Tensor:
+        """Some directions of every sample, (D, n, …), by their numbers, (D, n); 0 for −1."""
+        raise AssertionError("this factor is never chosen from")
+
 
 @final
 class SoftmaxFactor(Factor):
@@ -71,7 +79,7 @@ class SoftmaxFactor(Factor):
         self.p = flat.softmax(1)
         rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
         root = loss.scale(outputs, targets).sqrt().reshape(n, 1, -1).permute(2, 1, 0)
-        at, below = self._columns(self.p[:, :-1], rest, root)
+        at, below = self.entries(self.p[:, :-1], rest, root)
         # Entries below c are p_j · below_c ≤ 1 though below_c alone may be beyond float32's range;
         # there p_j is 0 in float32, so a bound on below_c changes nothing.
         self.p, self.at = self.p.to(outputs.dtype), at.to(outputs.dtype)
@@ -79,7 +87,7 @@ class SoftmaxFactor(Factor):
         self.below = below.clamp(max=1e30).to(outputs.dtype) if narrow else below
 
     @staticmethod
-    def _columns(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    def entries(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """The entry at c and the common factor of those below it; 0/0 of a saturated softmax is 0.
 
         One root after the other: the product of two small numbers may underflow.
@@ -114,6 +122,46 @@ class SoftmaxFactor(Factor):
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         raise AssertionError("columns one by one; SoftmaxSketch mixes them")
+
+
+@final
+class RankedSoftmax(Factor):
+    """The factor of `SoftmaxFactor` with the classes from the likeliest down.
+
+    The first column then holds what is between the likeliest class and the others, at least half of
+    Tr B, and the columns of a confident sample end in next to nothing. Of 1,000 to 2,000 samples of
+    trained networks it takes as many columns to hold 99 % of the trace as eigenvectors do, to a
+    few per cent, and no decomposition.
+    """
+
+    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
+        logits, _ = loss.class_last(outputs, targets)
+        self.shape, self.dim, self.dtype = logits.shape, loss.dim(outputs, targets), outputs.dtype
+        n, classes = len(outputs), logits.shape[-1]
+        flat = logits.double().reshape(n, -1, classes)
+        self.p, self.order = flat.softmax(2).sort(2, descending=True)
+        rest = self.p.flip(2).cumsum(2).flip(2)[:, :, 1:]
+        root = loss.scale(outputs, targets).sqrt().reshape(n, -1, 1)
+        self.at, self.below = SoftmaxFactor.entries(self.p[:, :, :-1], rest, root)
+        self.count = self.at[0].numel()
+
+    def sizes(self) -> Tensor:
+        squares = self.p.square().flip(2).cumsum(2).flip(2)[:, :, 1:]
+        return (self.at.square() + self.below.square() * squares).flatten(1)
+
+    def chosen(self, which: Tensor) -> Tensor:
+        positions, classes = self.p.shape[1:]
+        where, column = which.clamp(min=0) // (classes - 1), which.clamp(min=0) % (classes - 1)
+        rows = torch.arange(len(self.p), device=which.device).expand_as(which)
+        below = torch.arange(classes, device=which.device) > column.unsqueeze(-1)
+        values = -self.p[rows, where] * self.below[rows, where, column].unsqueeze(-1) * below
+        values.scatter_(-1, column.unsqueeze(-1), self.at[rows, where, column].unsqueeze(-1))
+        values = torch.zeros_like(values).scatter_(-1, self.order[rows, where], values)
+        spread = values.new_zeros(*which.shape, positions, classes)
+        there = where[..., None, None].expand(*which.shape, 1, classes)
+        spread.scatter_(2, there, values.unsqueeze(2)).mul_((which >= 0)[..., None, None])
+        placed = spread.reshape(len(which), *self.shape).movedim(-1, self.dim + 1)
+        return placed.to(self.dtype).contiguous()
 
 
 @final
@@ -161,6 +209,16 @@ class DiagonalFactor(Factor):
         ].T
         sign = self.sign[:, start:stop].T if self.negative else None
         return values.reshape(count, *self.root.shape), sign
+
+    def sizes(self) -> Tensor:
+        return self.root.double().square().flatten(1)[:, : self.count]
+
+    def chosen(self, which: Tensor) -> Tensor:
+        index, flat = which.clamp(min=0).T, self.root.flatten(1)
+        values = flat.gather(1, index).where(which.T >= 0, 0.0)
+        spread = flat.new_zeros(len(which), *flat.shape)
+        spread.scatter_(2, index.T.unsqueeze(-1), values.T.unsqueeze(-1))
+        return spread.reshape(len(which), *self.root.shape)
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = noise.to(self.root) * self.root
@@ -251,6 +309,19 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Fact
             f"The second derivative of the loss {loss.name} is not finite on {batch.where}."
         )
     return DenseFactor(hessian, outputs)
+
+
+def ranked(loss: Loss, outputs: Tensor, batch: Batch) -> Factor | None:
+    """A factor to choose directions from by their size; None for a loss that has none, or that
+    curves down somewhere."""
+    outputs = outputs.detach()
+    if isinstance(loss, CrossEntropy):
+        return RankedSoftmax(loss, outputs, batch.targets)
+    if isinstance(loss, ElementwiseLoss):
+        count = direction_count(loss, outputs, batch.targets)
+        diagonal = DiagonalFactor(loss.curvature(outputs, batch.targets), outputs, count)
+        return None if diagonal.negative else diagonal
+    return None
 
 
 def output_product(

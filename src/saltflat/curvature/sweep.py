@@ -568,6 +568,15 @@ class Pass(ABC):
         for name, parts in terms.items():
             yield name, combine(parts)
 
+    def together(self, chunk: Chunk) -> int:
+        """How many directions fit the budget at a time."""
+        outputs, share = chunk.outputs, self.budget() // 2
+        width = outputs.element_size() * len(outputs)
+        entries = chunk.plan.delta_entries + outputs[0].numel()
+        names = self.written_out(chunk.plan, CURVATURE)
+        written = sum(self.risk.parameters[name].numel() for name in names)
+        return max(1, share // max(1, width * entries, outputs.element_size() * written))
+
     def written_out(self, plan: Plan, kinds: frozenset[Kind]) -> list[str]:
         """The parameters that go the per-sample way."""
         return [name for name in self.wants(kinds) if plan.rules[name] == GENERIC]
@@ -682,18 +691,12 @@ class ExactPass(Pass):
 
     def _directions(self, chunk: Chunk) -> Iterator[Directions]:
         """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
-        outputs, plan = chunk.outputs, chunk.plan
         if self.wants(FISHER):
             yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
         if not self.wants(CURVATURE):
             return
-        sides = factor(self.loss, outputs, chunk.batch, sketched=False)
-        width = outputs.element_size() * len(outputs)
-        share = self.budget() // 2
-        group = max(1, share // max(1, width * (plan.delta_entries + outputs[0].numel())))
-        names = self.written_out(plan, CURVATURE)
-        written = sum(self.risk.parameters[name].numel() for name in names)
-        group = min(group, max(1, share // max(1, outputs.element_size() * written)))
+        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=False)
+        group = self.together(chunk)
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
