@@ -602,7 +602,8 @@ class _Search:
             chunk = self.plan.chunk(self.settings.budget(self.risk.device), 4)
             scales = feature_scale(self.risk, matrices, chunk)
         values = {name: self.risk.parameters[name].detach() for name in matrices}
-        scales = {name: scale.to(values[name]) for name, scale in scales.items()}
+        like = next(iter(self.risk.parameters.values()))
+        scales = {name: scale.to(like.device, like.dtype) for name, scale in scales.items()}
         return {n: Weight(values[n], matrix, scales.get(n)) for n, matrix in matrices.items()}
 
     def _note_precision(self) -> None:
