@@ -219,6 +219,7 @@ class Risk:
     Attributes
     ----------
     parameters : the measured parameters by name, in `named_parameters` order.
+    sharded : whether processes share the model, each with a part of its parameters.
     frozen : names of the parameters that are not measured because they do not require gradients.
     notes : what was found out about the loss, for whoever reads the result.
     """
@@ -253,6 +254,7 @@ class Risk:
         self.dtype = _compute_dtype(everything.values(), dtype)
         self.device = next(iter(self.parameters.values())).device
         self.gathering: Gathering | None = None  # in a session, of a model that processes share
+        self.sharded = any(map(is_sharded, everything.values()))
         self._check_sharded(everything)
         check_finite(everything)
         _check_buffers(self.model)
@@ -301,11 +303,6 @@ class Risk:
             yield
         finally:
             self.gathering = None
-
-    @property
-    def sharded(self) -> bool:
-        """Whether processes share the model, each with a part of its parameters."""
-        return any(map(is_sharded, self.model.parameters()))
 
     @property
     def leaves(self) -> dict[str, Tensor]:
