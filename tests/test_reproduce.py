@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import sweeps
+import torch
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
@@ -97,13 +98,16 @@ def test_json_is_what_is_saved_and_nothing_is_run_twice(place: Path) -> None:
     assert list(both) == list(json.loads(run("all", "--json").stdout)) == list(EXPERIMENTS)
 
 
-def test_runs_that_are_timed_are_alone(place: Path) -> None:
+def test_runs_that_are_timed_are_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of a test cannot go to another process."""
+    told: list[int] = []
     timed = dataclasses.replace(sweeps.SQUARES, work=lambda *args: sweeps.quick(*args))
     with pytest.raises(sf.InvalidValue, match="top of a module"):
         reproduce(timed, workers=2, progress=False)
     alone = dataclasses.replace(timed, alone=True)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
     assert len(reproduce(alone, workers=2, on="ray", progress=False).runs) == 8
+    assert told == [1, torch.get_num_threads()]
 
 
 def test_the_experiments_that_compare_times_are_alone() -> None:
