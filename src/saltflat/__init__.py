@@ -43,6 +43,7 @@ from saltflat.moved import advice
 from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
 from saltflat.saved import cite, load
+from saltflat.sharded import gathered
 from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (
@@ -110,6 +111,7 @@ __all__ = [
     "density",
     "diagonal",
     "eigenvalues",
+    "gathered",
     "ggn",
     "hessian",
     "landscape",

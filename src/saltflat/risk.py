@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice
@@ -47,6 +47,8 @@ from saltflat.losses import (
 )
 from saltflat.memory import halving, ordinary
 from saltflat.session import RandomState, lend, modules_in
+from saltflat.sharded import ADVICE, Gathering, is_sharded, settle
+from saltflat.vectors import total_norm
 from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
 
@@ -240,6 +242,7 @@ class Risk:
         self._items = kept(_items(data))
         self._unpack = unpack or split_item
         self.output = output or logits
+        settle(self.model)
         everything = dict(self.model.named_parameters())
         self.parameters = _choose(everything, parameters)
         check_parameters(everything, set(self.parameters))
@@ -249,6 +252,8 @@ class Risk:
         )
         self.dtype = _compute_dtype(everything.values(), dtype)
         self.device = next(iter(self.parameters.values())).device
+        self.gathering: Gathering | None = None  # in a session, of a model that processes share
+        self._check_sharded(everything)
         check_finite(everything)
         _check_buffers(self.model)
         if isinstance(self.loss, Loss):
@@ -282,11 +287,60 @@ class Risk:
             with aligned(self.model, self.reduction) as taken:
                 if taken and (note := _TAKEN + listed(taken)) not in self.notes:
                     self.notes.append(note)
-                with lent() as loan:
+                with lent() as loan, self._gathered():
                     yield
                 loan.check_steady(lent, self._answers)
         finally:
             self._start.restore()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Passes of a model that processes share are made by all of them together."""
+        self.gathering = Gathering(self.model) if self.sharded else None
+        try:
+            yield
+        finally:
+            self.gathering = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether processes share the model, each with a part of its parameters."""
+        return any(map(is_sharded, self.model.parameters()))
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The measured parameters as autograd knows them."""
+        if self.gathering is None:
+            return dict(self.parameters)
+        known = self.gathering.leaves
+        return {name: known.get(id(p), p) for name, p in self.parameters.items()}
+
+    def agreed(self, number: int) -> int:
+        """The least of what processes that share the model have of a number."""
+        return number if self.gathering is None else self.gathering.least(number)
+
+    def _check_sharded(self, everything: Mapping[str, Tensor]) -> None:
+        if not self.sharded:
+            return
+        if self.dtype is not None and any(p.dtype != self.dtype for p in everything.values()):
+            raise ModelError(
+                f"A sharded model is computed in the dtype of its parameters, not in {self.dtype}. "
+                "Convert it before fully_shard is applied."
+            )
+        if self.reduction.ranks > 1:
+            raise ModelError(
+                "A sharded model is gathered by all ranks together, layer by layer, so that they "
+                "must all run it on the same samples. Leave distributed=True out and give every "
+                f"rank all data. {ADVICE}"
+            )
+
+    def _passing(self, batch: Batch) -> AbstractContextManager[None]:
+        """What a forward pass runs in. Processes tell by a checksum whether they do the same."""
+        if self.gathering is None:
+            return nullcontext()
+        tally = Tally()
+        Watch(on=True).see(tally, (batch.inputs, batch.targets), batch.size)
+        return self.gathering.passing(tally.checksum % (1 << 31))
 
     def _look_at_sampler(self) -> None:
         """See to the samples that a DistributedSampler repeats, or leaves to other ranks."""
@@ -509,7 +563,8 @@ class Risk:
         """
         inputs = batch.inputs
         try:
-            outputs = self.output(self._call(inputs))
+            with self._passing(batch):
+                outputs = self.output(self._call(inputs))
         except Exception as error:
             if not ordinary(error):
                 raise
@@ -915,6 +970,7 @@ def _hold_fixed(loss: Loss, measured: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
+    parameters = {n: total_norm([p]) if is_sharded(p) else p for n, p in parameters.items()}
     alike: dict[Any, list[Tensor]] = {}
     for p in parameters.values():
         if p.is_floating_point():

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from saltflat.errors import ModelError, listed
 from saltflat.memory import out_of_memory
+from saltflat.sharded import lent, settle
 
 Redo = Callable[[], Any]  # puts back what forward passes had left behind
 
@@ -205,7 +206,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
         return []
     if _wraps(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in names for part in dense_parts(getattr(tensor, name))]
+        held = (getattr(tensor, name) for name in names)  # of a DTensor, the mesh too
+        return [part for each in held if isinstance(each, Tensor) for part in dense_parts(each)]
     data = tensor.data  # unlike `detach`, with a version counter of its own
     if data.layout == torch.strided:
         return [data]
@@ -503,6 +505,7 @@ def lend(
     are lent in the same way, but for their parameters' `requires_grad`, which stays as it is.
     `values` are what tensors are put back to, if a copy was made before: for loans in a row.
     """
+    settle(model)
     own = dict(model.named_modules())
     others = [("loss." + n if n else "loss", m) for b in beside for n, m in b.named_modules()]
     known = {id(m) for m in own.values()}
@@ -513,6 +516,7 @@ def lend(
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(lent(model))
             for device in {"cpu"} | {p.device.type for _, p in snapshot.parameters.values()}:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saltflat.sharded import held, layouts, summed
+
 Vector = list[Tensor] | tuple[Tensor, ...]
 
 
 @torch.no_grad()
 def put(parameters: Vector, values: Vector) -> None:
     """Set the parameters to the values."""
-    torch._foreach_copy_(parameters, values)
+    torch._foreach_copy_(held(parameters), held(values))
 
 
 @torch.no_grad()
@@ -22,19 +24,32 @@ def copies(tensors: Vector) -> list[Tensor]:
     result = [torch.empty_like(t) for t in tensors]
     for dtype in {t.dtype for t in tensors}:  # torch is fast for one dtype at a time
         pairs = [(r, t) for r, t in zip(result, tensors, strict=True) if t.dtype == dtype]
-        torch._foreach_copy_([r for r, _ in pairs], [t for _, t in pairs])
+        torch._foreach_copy_(held(r for r, _ in pairs), held(t for _, t in pairs))
     return result
 
 
 def scale(tensors: Vector, factor: Tensor) -> None:
     """Multiply all of them, wherever they are, by a number that is a tensor."""
     for device in {t.device for t in tensors}:
-        here = [t for t in tensors if t.device == device]
+        here = held(t for t in tensors if t.device == device)
         torch._foreach_mul_(here, factor.to(device))
 
 
 def total_norm(tensors: Vector) -> Tensor:
-    """The Euclidean norm of all entries together, in float32 or wider, on the first device."""
+    """The Euclidean norm of all entries together, in float32 or wider, on the first device.
+
+    Of tensors that processes share it is the norm of the whole ones.
+    """
+    norms = []
+    for layout, group in layouts(tensors).items():
+        norm = _norm(held(group))
+        if layout is not None:  # in float64 the square neither overflows nor vanishes
+            norm = summed(norm.double().square(), layout).sqrt().to(norm.dtype)
+        norms.append(norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(together(norms))
+
+
+def _norm(tensors: Vector) -> Tensor:
     wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
     norm: Tensor = torch.linalg.vector_norm(together(torch._foreach_norm(wide)))
     return norm

@@ -89,6 +89,7 @@ from saltflat.memory import halving
 from saltflat.result import Certificate
 from saltflat.risk import Batch, Risk, alike, join
 from saltflat.session import reduced_precision
+from saltflat.sharded import whole_of
 from saltflat.work import FORWARD, LONG
 
 Result = TypeVar("Result")
@@ -146,9 +147,14 @@ class Layer:
     name: str  # the module's, "fc1" for the parameter "fc1.weight"
     parameter: str
     matrix: Matrix
-    weight: Tensor  # detached, in the dtype of the computation
+    values: Tensor  # of the weight, detached, in the dtype of the computation; maybe sharded
     rule: str  # of its last call: "linear", "conv", …; "per-sample" if no rule knows it
     position: int = -1  # of its last call in a forward pass, −1 if no rule saw one
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight."""
+        return whole_of(self.values)
 
     @cached_property
     def norm_squared(self) -> float:
@@ -289,7 +295,7 @@ class Curvature:
         with Safe():
             outputs = self.risk.forward(few)
         if outputs.requires_grad:
-            of = list(self.risk.parameters.values())
+            of = list(self.risk.leaves.values())
             slopes = torch.autograd.grad(outputs.sum(), of, allow_unused=True)
             sum(float(slope.sum()) for slope in slopes if slope is not None)  # wait for a GPU
         return (perf_counter() - start) / few.size
@@ -475,7 +481,7 @@ class Curvature:
         None where they might not be those of `layers`: that takes a look at gradients.
         """
         few = self.risk.first().part(0, 2)
-        with Recorder(self.risk.parameters) as recorder:
+        with Recorder(self.risk.leaves) as recorder:
             self.risk.forward(few)
         uses = recorder.uses
         if any(isinstance(use, LinearUse) and use.transposed for use in uses):
@@ -596,7 +602,8 @@ class _Search:
             chunk = self.plan.chunk(self.settings.budget(self.risk.device), 4)
             scales = feature_scale(self.risk, matrices, chunk)
         values = {name: self.risk.parameters[name].detach() for name in matrices}
-        scales = {name: scale.to(values[name]) for name, scale in scales.items()}
+        like = next(iter(self.risk.parameters.values()))
+        scales = {name: scale.to(like.device, like.dtype) for name, scale in scales.items()}
         return {n: Weight(values[n], matrix, scales.get(n)) for n, matrix in matrices.items()}
 
     def _note_precision(self) -> None:

@@ -25,6 +25,7 @@ from saltflat.errors import LossError, ModelError, listed
 from saltflat.losses import scalar
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
+from saltflat.sharded import held, is_sharded, shard_like, whole_of
 
 _NAMED = 5  # parameters that an error names
 
@@ -69,6 +70,10 @@ def check_derivative(
     question = _Question(risk, batch, cotangent, _QUICK if single else _FINE)
     if question.agrees_here(gradients):
         return
+    if risk.sharded:
+        if not question.agrees_somehow(gradients, single):
+            raise ModelError(f"{_NO_DERIVATIVE}, along one direction of all parameters. {_LOOK}.")
+        return
     try:
         wide = question.widened()
         if single and wide.agrees_here(gradients):
@@ -83,12 +88,20 @@ def check_derivative(
     # A model that changes from pass to pass is refused, by name, when it is given back.
     if blamed and _steady(risk, batch):
         raise ModelError(
-            "The backward pass of the model is not the derivative of its forward pass, so that "
-            f"autograd knows no Hessian of it: {_listed(blamed)}. Look for values that are "
-            "detached or computed under torch.no_grad(), straight-through estimators (rounding, "
-            "quantisation), reversed gradients and hooks that change gradients; measure the model "
-            "without them, or leave these parameters out with parameters=[…]."
+            f"{_NO_DERIVATIVE}: {_listed(blamed)}. {_LOOK}, or leave these parameters out with "
+            "parameters=[…]."
         )
+
+
+_NO_DERIVATIVE = (
+    "The backward pass of the model is not the derivative of its forward pass, so that autograd "
+    "knows no Hessian of it"
+)
+_LOOK = (
+    "Look for values that are detached or computed under torch.no_grad(), straight-through "
+    "estimators (rounding, quantisation), reversed gradients and hooks that change gradients; "
+    "measure the model without them"
+)
 
 
 def _groups(
@@ -116,7 +129,7 @@ _HIDDEN = 0.003  # of the slope: what adds less is looked at apart
 def _bind(parameters: Mapping[str, Tensor], data: Mapping[str, Tensor]) -> None:
     """Their own memory for the parameters that a forward pass bound anew."""
     for name, own in data.items():
-        if parameters[name].data_ptr() != own.data_ptr():
+        if not is_sharded(own) and parameters[name].data_ptr() != own.data_ptr():
             parameters[name].data = own
 
 
@@ -128,6 +141,11 @@ def _some(tensor: Tensor) -> Tensor:
     if tensor.ndim == 0 or tensor.numel() <= _ENTRIES:
         return tensor
     return tensor[:: -(-tensor.numel() // _ENTRIES) | 1]  # an odd step: even and odd rows
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The same; of a sharded parameter a copy."""
+    return _some(whole_of(tensor)).clone() if is_sharded(tensor) else _some(tensor)
 
 
 def check_bend(call: Callable[..., Tensor], name: str, outputs: Tensor, batch: Batch) -> None:
@@ -260,7 +278,7 @@ def check_unreached(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[s
 
 
 def _moves(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> bool:
-    direction = {name: _noise(risk.parameters[name], k) for k, name in enumerate(names)}
+    direction = {n: _noise(whole_of(risk.parameters[n]), k) for k, n in enumerate(names)}
     with _shifted(risk.parameters, direction, 0.1):
         changed = (risk.forward(batch).detach() - outputs.detach()).abs().max()
     size = outputs.detach().abs().max()
@@ -341,14 +359,24 @@ def _shifted(
 ) -> Iterator[None]:
     """The parameters moved in place, so that whoever shares their memory moves too."""
     own = {name: parameters[name].data for name in direction}
-    moved = list(own.values())
+    moved = held(own.values())
     before = [p.clone() for p in moved]
+    along = held(_shard(v, own[name]) for name, v in direction.items())
     try:
-        torch._foreach_add_(moved, list(direction.values()), alpha=step)
+        torch._foreach_add_(moved, along, alpha=step)
         yield
     finally:
         torch._foreach_copy_(moved, before)
         _bind(parameters, own)
+
+
+def _shard(direction: Tensor, like: Tensor) -> Tensor:
+    """What a process has of a direction, of all of a parameter or of some rows."""
+    if direction.shape != like.shape:
+        whole = direction.new_zeros(like.shape)
+        _some(whole).copy_(direction)
+        direction = whole
+    return shard_like(direction, like)
 
 
 def _steady(risk: Risk, batch: Batch) -> bool:
@@ -387,15 +415,22 @@ class _Question:
     def agrees_here(self, gradients: Mapping[str, Tensor]) -> bool:
         """Along some rows of every parameter, by the first step."""
         own = {name: p.data for name, p in self.risk.parameters.items() if name in gradients}
-        rows = {name: _some(data) for name, data in own.items()}
+        rows = {name: _rows(data) for name, data in own.items()}
         parts = {name: _some(g).to(rows[name]) for name, g in gradients.items()}
+        moved = own if self.risk.sharded else rows
         try:
             return all(
-                self.how.same(slope, self.slope(rows, way, self.how.steps[0]), noise)
+                self.how.same(slope, self.slope(moved, way, self.how.steps[0]), noise)
                 for way, slope, noise in _groups(rows, parts, _direction)
             )
         finally:
             _bind(self.risk.parameters, own)
+
+    def agrees_somehow(self, gradients: Mapping[str, Tensor], single: bool) -> bool:
+        """The same at one of more steps: where the model cannot be run in float64."""
+        how = _COARSE if single else self.how
+        others = (_Comparison((step,), how.tolerance) for step in how.steps)
+        return any(replace(self, how=other).agrees_here(gradients) for other in others)
 
     def agrees(self, gradients: Mapping[str, Tensor], noise: float, rounding: float) -> bool:
         """For some parameters together, at one of the steps."""

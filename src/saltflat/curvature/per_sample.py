@@ -15,8 +15,10 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from saltflat.curvature.rules import Safe
+from saltflat.errors import listed
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
+from saltflat.sharded import ADVICE, refuse_sharded
 
 _ENTRIES = 1 << 24  # of the gradients that are held at a time
 
@@ -26,6 +28,11 @@ class PerSample:
     """Gradients of the parameters `names`, for every sample and direction."""
 
     def __init__(self, risk: Risk, names: list[str]) -> None:
+        refuse_sharded(
+            risk.model.parameters(),
+            f"No fast rule serves {listed(names)}, and per-sample gradients need whole parameters",
+            ADVICE,
+        )
         self.risk = risk
         self.parameters = {name: risk.parameters[name] for name in names}
         self.entries = sum(p.numel() for p in self.parameters.values())

@@ -251,7 +251,7 @@ def leaf_shapes(batch: Batch) -> Hashable:
 def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
-        with Recorder(risk.parameters) as recorder:
+        with Recorder(risk.leaves) as recorder:
             outputs = risk.forward(batch)
         risk.check(outputs, batch)
         uses = recorder.uses
@@ -262,7 +262,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
         rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
         dormant, probed = frozenset[str](), frozenset[str]()
         if outputs.requires_grad:
-            fast = fast_rules(outputs, uses, risk.parameters, proof, seed=20_210_618)
+            fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
             rules, dims, dormant = fast.rules, fast.dims, fast.dormant
             padded = {
                 use.names["weight"]
@@ -312,7 +312,7 @@ def proof_of(risk: Risk, batch: Batch, outputs: Tensor, loss: object = None) -> 
         own = risk.loss
         loss = own.cross_entropy if isinstance(own, NegativeLogLikelihood) else own
     dim = loss.class_dimension(outputs, batch.targets) if isinstance(loss, Loss) else None
-    proof = prove(outputs, risk.parameters, in_place_writes(risk, batch), dim)
+    proof = prove(outputs, risk.leaves, in_place_writes(risk, batch), dim)
     if "CheckpointFunctionBackward" in proof.opaque:
         raise ModelError(
             "The model uses reentrant checkpointing, inside of which autograd cannot look. Pass "
@@ -630,7 +630,7 @@ def _seemingly_linear(risk: Risk, outputs: Tensor, names: Iterable[str]) -> froz
     generator = torch.Generator(outputs.device).manual_seed(20_190_121)
     cotangent = _normal(outputs, generator)
     return frozenset(
-        name for name in names if _straight(outputs, risk.parameters[name], cotangent, generator)
+        name for name in names if _straight(outputs, risk.leaves[name], cotangent, generator)
     )
 
 

@@ -28,6 +28,7 @@ from saltflat.errors import DataError, NoSecondDerivative
 from saltflat.losses import CustomLoss, JointLoss, Loss, divisor
 from saltflat.memory import halving
 from saltflat.risk import Batch, Risk, join
+from saltflat.sharded import ADVICE, refuse_sharded
 from saltflat.work import PRODUCT
 
 MatrixName = Literal["hessian", "ggn"]
@@ -53,6 +54,11 @@ class Products:
     _calls: int = 0
 
     def __post_init__(self) -> None:
+        refuse_sharded(
+            self.risk.model.parameters(),
+            "Products with the Hessian take second derivatives in whole parameters",
+            ADVICE,
+        )
         self.parameters = {name: self.risk.parameters[name] for name in self.names}
         # A user's loss is checked on the first pass over the data.
         self._unchecked = isinstance(self.loss, CustomLoss)

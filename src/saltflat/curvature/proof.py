@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from saltflat.errors import InvalidType
+from saltflat.sharded import is_gathering_node
 
 Visit = tuple[Any, str, Sequence[tuple[Any, int]]]  # a node, its name, its children
 Pairs = tuple[tuple[int, int], ...]  # operands between which a node has second derivatives
@@ -349,6 +350,8 @@ _OWN = {"torch::autograd::CopyBackwards": "Copy", "torch::autograd::CopySlices":
 def _named(node: Any) -> str:
     """What a node does, in torch's words: "Relu" for ReluBackward0."""
     full: str = node.name()
+    if is_gathering_node(node):
+        return "Alias"
     match = _NAME.fullmatch(full)
     return match[1] if match is not None else _OWN.get(full, full)
 
@@ -400,7 +403,7 @@ def log_softmax_head(outputs: Tensor, dim: int) -> Any:
         name = _named(node)
         if name == "LogSoftmax":
             return node if _dims(node, _ALONG[name], len(shape)) == {dim} else None
-        if name not in _RELAID:
+        if name not in _RELAID or len(node.next_functions) > 1:
             return None
         child, output = node.next_functions[0]
         below = () if child is None else tuple(child._input_metadata[output].shape)

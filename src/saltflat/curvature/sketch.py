@@ -106,7 +106,7 @@ class SketchPass(Pass):
         entries = 10 * (plan.inputs + plan.activations) + 6 * plan.outputs.numel()
         sizes = (self.risk.parameters[n].numel() for n in self._written() if n in plan.matrices)
         entries += 4 * max(sizes, default=0)
-        budget = self.settings.budget(self.risk.device, weights=1 << 40)
+        budget = self.risk.agreed(self.settings.budget(self.risk.device, weights=1 << 40))
         most = max(1, budget // max(1, plan.width * entries))
         return -(-batch.size // -(-batch.size // most))
 
@@ -134,7 +134,8 @@ class SketchPass(Pass):
         curved = sketch.propagated | sketch.probed
         lost = frozenset(name for name in curved if plan.rules[name] == GENERIC)
         live = live_uses(chunk.uses, plan, frozenset(self.requests))
-        parameters = {n: self.risk.parameters[n] for n in curved - lost}
+        leaves = self.risk.leaves
+        parameters = {n: leaves[n] for n in curved - lost}
         writes = in_place_writes(self.risk, chunk.batch)
         lost |= curved_graph(chunk.outputs, parameters, live, writes).unserved
         if lost:
@@ -143,11 +144,11 @@ class SketchPass(Pass):
         probes: ProbedChunk | None = None
         if curved:
             gradient = slope(self.loss, chunk)
-            own = {n: self.risk.parameters[n] for n in sketch.propagated}
+            own = {n: leaves[n] for n in sketch.propagated}
             graph = curved_graph(chunk.outputs, own, live, writes)
             built = operations(graph, chunk.outputs, gradient)
             if sketch.probed:
-                served = (self.risk.parameters[n] for n in sketch.probed)
+                served = (leaves[n] for n in sketch.probed)
                 insist_on_derivatives(chunk.outputs, served)
                 places = [(use, chunk.rows(use)) for use in live]
                 probes = ProbedChunk(

@@ -48,6 +48,7 @@ from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, div
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
 from saltflat.session import full_precision, reduced_precision
+from saltflat.sharded import whole_of
 from saltflat.work import FORWARD
 
 Kind = Literal[
@@ -98,6 +99,8 @@ def reduce(
     cancel is left out.)
     """
     apart = {} if apart is None else apart
+    if weight is not None and kinds - EVERY_PARAMETER - {"magnitude"}:
+        weight = replace(weight, values=whole_of(weight.values))
     if {"diagonal", "trace"} <= kinds:
         diagonal, apart["trace"] = term.diagonal_and_traces(sign)
         yield "diagonal", diagonal
@@ -220,7 +223,7 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
 
     def gather() -> None:
         for part in risk.chunks(chunk):
-            with Recorder(risk.parameters) as recorder:
+            with Recorder(risk.leaves) as recorder:
                 risk.forward(part)
             for use in recorder.uses:
                 name = use.names.get("weight")
@@ -340,7 +343,8 @@ class Pass(ABC):
 
     def zeros(self, kind: Kind, name: str) -> Tensor:
         """What was added up where nothing arrived."""
-        zeros = torch.zeros_like(self.risk.parameters[name], dtype=torch.float64)
+        like = self.risk.parameters[name]
+        zeros = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
         if kind in ("columns", "rows"):
             return reduce_entries(zeros, self.weights[name].matrix, FORMS[kind])
         return zeros if kind == "diagonal" else zeros.sum()
@@ -451,7 +455,7 @@ class Pass(ABC):
 
     def budget(self) -> int:
         weights = sum(p.numel() * p.element_size() for p in self.risk.parameters.values())
-        return self.settings.budget(self.risk.device, weights)
+        return self.risk.agreed(self.settings.budget(self.risk.device, weights))
 
     def _samples(
         self, chunk: Batch, index: int, first: int, plan: Plan, begins: bool
@@ -460,7 +464,7 @@ class Pass(ABC):
         count, and whether alike. `begins` of the first samples of all."""
         if plan.channels_last:
             chunk = channels_last(chunk)
-        with Recorder(self.risk.parameters) as recorder:
+        with Recorder(self.risk.leaves) as recorder:
             outputs = self.risk.forward(chunk)
         self.risk.check(outputs, chunk)
         if begins and not self._as_probed(plan, chunk, outputs):
@@ -525,7 +529,7 @@ class Pass(ABC):
         if in_place and same and (alone or not written):
             return plan
         with full_precision(self.risk.device):
-            fast = fast_rules(outputs, uses, self.risk.parameters, proof, seed=20_210_619)
+            fast = fast_rules(outputs, uses, self.risk.leaves, proof, seed=20_210_619)
         shown = fast.dims.keys() | (fast.dormant - plan.dormant)
         lost = plan.dims.keys() - shown
         if not alone:

@@ -54,14 +54,15 @@ def batch_mode(model: nn.Module) -> Iterator[None]:
     For the backward pass: checkpointing runs the model again there, unseen by a function mode.
     """
     modules = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    before = [(m, m.training, m.track_running_stats) for m in modules]
+    before = [(m, m.running_mean, m.running_var) for m in modules]
     try:
+        # Not by training mode, in which SyncBatchNorm waits for other processes.
         for m in modules:
-            m.training, m.track_running_stats = True, False
+            m.running_mean = m.running_var = None
         yield
     finally:
-        for m, training, tracking in before:
-            m.training, m.track_running_stats = training, tracking
+        for m, mean, variance in before:
+            m.running_mean, m.running_var = mean, variance
 
 
 _UNITS: dict[Any, int] = {  # operation -> dimension of its output units

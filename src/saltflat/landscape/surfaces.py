@@ -18,6 +18,7 @@ from saltflat.losses import CustomLoss, JointLoss, Loss, divisor, scalar
 from saltflat.memory import halving, out_of_memory
 from saltflat.risk import Batch, Risk, join
 from saltflat.session import full_precision
+from saltflat.sharded import ADVICE, refuse_sharded
 from saltflat.work import FORWARD
 
 Vector = Mapping[str, Tensor]
@@ -45,6 +46,7 @@ class Surface(ABC):
     """
 
     def __init__(self, risk: Risk, names: Sequence[str]) -> None:
+        refuse_sharded(risk.model.parameters(), "The loss is followed in whole parameters", ADVICE)
         self.risk = risk
         self.parameters = {name: risk.parameters[name] for name in dict.fromkeys(names)}
         self.evaluations = 0

@@ -28,6 +28,7 @@ from saltflat.landscape import (
 from saltflat.measurement import Measurement, Symmetry
 from saltflat.measures.base import Context, Cost, Measure, Need
 from saltflat.risk import Risk
+from saltflat.sharded import ADVICE, refuse_sharded
 
 
 @final
@@ -164,6 +165,7 @@ def _two_sided(nodes: int) -> list[tuple[float, float]]:
 
 def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
+    refuse_sharded(risk.model.parameters(), "Filters are looked for in whole parameters", ADVICE)
     few = risk.first().part(0, 2)
     parameters = risk.parameters
     feeds = Feeds({x.parameter: Filters(parameters[x.parameter], x.matrix) for x in layers})

@@ -18,6 +18,7 @@ from saltflat.report.code import code_hash
 from saltflat.result import Certificate
 from saltflat.risk import Risk
 from saltflat.session import dense_parts
+from saltflat.sharded import state_of
 from saltflat.version import __version__
 
 
@@ -129,7 +130,7 @@ def _loss_code(loss: object) -> str:
 def model_hash(model: nn.Module) -> str:
     """A hash (BLAKE2b) of all parameters and buffers, with their names, types and shapes."""
     digest = blake2b(digest_size=32)
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state_of(model):
         if not isinstance(tensor, torch.Tensor):
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

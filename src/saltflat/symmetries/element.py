@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from saltflat.errors import ModelError
 from saltflat.risk import unwrap
+from saltflat.sharded import gathering_modules
 from saltflat.symmetries.scales import squash
 from saltflat.symmetries.solve import Array
 
@@ -304,6 +305,12 @@ def _product(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 def duplicate(model: nn.Module) -> nn.Module:
     """A deep copy, also where a module keeps a tensor that it computed (pruning does)."""
+    if gathering_modules(model):
+        raise ModelError(
+            "Rescalings are applied to a copy of the model, and one that fully_shard was applied "
+            "to cannot be copied. Build the model anew without it, and load the weights, "
+            "full_tensor() of each parameter."
+        )
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():

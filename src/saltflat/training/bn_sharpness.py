@@ -21,6 +21,7 @@ from saltflat.errors import InvalidValue, ModelError, nearest
 from saltflat.geometry import Matrix
 from saltflat.landscape import Feeds, Filters, Spheres, at_least_tiny
 from saltflat.risk import unwrap
+from saltflat.sharded import refuse_sharded
 from saltflat.symmetries import Group, symmetries
 from saltflat.training.perturbing import Closure, Listener, PerturbedOptimizer, Walk
 from saltflat.vectors import Vector, copies, put, scale, total_norm
@@ -261,6 +262,11 @@ class BNSharpnessSGD(PerturbedOptimizer):
             {"strength": check_number("strength", strength)},
             freeze_batchnorm=freeze_batchnorm,
             same_randomness=same_randomness,
+        )
+        refuse_sharded(
+            (q for group in base.param_groups for q in group["params"]),
+            "BNSharpnessSGD needs the filters of whole parameters",
+            "Wrap the model in DistributedDataParallel instead, or take SAM, which has no filters.",
         )
         self.model = model
         self._inferred = () if example is None else scale_free(model, example)

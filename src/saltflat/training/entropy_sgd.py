@@ -17,6 +17,7 @@ from torch.optim.sgd import sgd
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import mixed
 from saltflat.errors import InvalidValue
+from saltflat.sharded import held, shard_like
 from saltflat.training.perturbing import FrozenStatistics, refuse_wrapped_closure
 from saltflat.vectors import copies, put
 
@@ -184,12 +185,12 @@ class EntropySGD(Optimizer):
         gradients, pulls = _gradients(parameters, group), self._load("pull", parameters)
         if group["inner_momentum"] != 0:
             buffers = self._load("inner_buffer", parameters)
-            torch._foreach_mul_(buffers, group["inner_momentum"])
-            torch._foreach_add_(buffers, gradients)
+            torch._foreach_mul_(held(buffers), group["inner_momentum"])
+            torch._foreach_add_(held(buffers), held(gradients))
             gradients = buffers
         gamma = group["gamma"] * (1 + group["scoping"]) ** group["round"]
-        torch._foreach_mul_(pulls, 1 - group["inner_lr"] * gamma)
-        torch._foreach_add_(pulls, gradients)
+        torch._foreach_mul_(held(pulls), 1 - group["inner_lr"] * gamma)
+        torch._foreach_add_(held(pulls), held(gradients))
 
     def _move(
         self,
@@ -200,21 +201,22 @@ class EntropySGD(Optimizer):
         """Add the noise, go to x' = x − η' pull, and average: (x − μ)/(α η') is kept."""
         pulls = self._load("pull", parameters)
         if group["noise"] != 0:
-            draws = [self._noise(p, group, generators) for p in parameters]
-            torch._foreach_add_(pulls, draws, alpha=group["noise"] / sqrt(group["inner_lr"]))
+            draws = held(self._noise(p, group, generators) for p in parameters)
+            torch._foreach_add_(held(pulls), draws, alpha=group["noise"] / sqrt(group["inner_lr"]))
         new = [p for p in parameters if "average" not in self.state[p]]
         known = [p for p in parameters if "average" in self.state[p]]
         if new:
             self._store("average", new, copies(self._load("pull", new)))
         if known:
-            averages = self._load("average", known)
+            averages = held(self._load("average", known))
             torch._foreach_mul_(averages, 1 - group["averaging"])
-            torch._foreach_add_(averages, self._load("pull", known))
+            torch._foreach_add_(averages, held(self._load("pull", known)))
         for p in parameters:  # (1 − (1 − α)^L)/α after L of them
             weight = self.state[p].get("weight", 0.0)
             self.state[p]["weight"] = 1 + (1 - group["averaging"]) * weight
-        centers = self._load("center", parameters)
-        put(parameters, torch._foreach_add(centers, pulls, alpha=-group["inner_lr"]))
+        centers = held(self._load("center", parameters))
+        moved = torch._foreach_add(centers, held(pulls), alpha=-group["inner_lr"])
+        put(held(parameters), moved)
 
     def _noise(
         self, p: Tensor, group: dict[str, Any], generators: dict[torch.device, torch.Generator]
@@ -223,7 +225,9 @@ class EntropySGD(Optimizer):
             count = group["round"] * self.steps + group["inner"]
             seed = mixed(group["seed"], count)
             generators[p.device] = torch.Generator(p.device).manual_seed(seed)
-        return torch.randn(p.shape, generator=generators[p.device], dtype=p.dtype, device=p.device)
+        generator = generators[p.device]
+        draws = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+        return shard_like(draws, p)
 
     def _descend(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """The outer step: torch.optim.SGD's, from the center, with the average as gradient."""
@@ -233,7 +237,7 @@ class EntropySGD(Optimizer):
         gradients = self._load("average", parameters)
         unit = group["averaging"] * group["inner_lr"]
         factors = [unit if group["published"] else 1 / self.state[p]["weight"] for p in parameters]
-        torch._foreach_mul_(gradients, factors)
+        torch._foreach_mul_(held(gradients), factors)
         self._forget(parameters)
         options: dict[str, Any] = {name: group[name] for name in ("momentum", "nesterov")}
         options |= {"lr": float(group["lr"]), "weight_decay": 0, "dampening": 0, "maximize": False}
@@ -308,4 +312,6 @@ def _gradients(parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if group["weight_decay"] == 0:
         return gradients
-    return list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+    decayed = copies(gradients)
+    torch._foreach_add_(held(decayed), held(parameters), alpha=group["weight_decay"])
+    return decayed

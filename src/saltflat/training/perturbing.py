@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.session import RandomState
+from saltflat.sharded import held, own_parameters
 from saltflat.vectors import copies
 
 Closure = Callable[[], Any]
@@ -260,7 +261,7 @@ class FrozenStatistics:
 def trains(optimizer: Optimizer, module: nn.Module) -> bool:
     """Whether the module holds a parameter of the optimizer."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(p) in own for p in module.parameters())
+    return any(id(p) in own for p in own_parameters(module))
 
 
 def random_states(optimizer: Optimizer) -> list[RandomState]:
@@ -599,7 +600,7 @@ class PerturbedOptimizer(SharingOptimizer, ABC):
     def _multiply(self, factor: float) -> None:
         every = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         if every:
-            torch._foreach_mul_(every, factor)
+            torch._foreach_mul_(held(every), factor)
 
     def _adopt(self, base: Optimizer) -> None:
         super()._adopt(base)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from saltflat.checks import check_number
 from saltflat.errors import InvalidType, InvalidValue, nearest
+from saltflat.sharded import held
 from saltflat.training.perturbing import Closure, PerturbedOptimizer, Walk, check_base
 from saltflat.vectors import copies, put, scale, total_norm
 
@@ -197,7 +198,7 @@ class SAM(PerturbedOptimizer):
         parameters = [p for p, _, _ in entries]
         start = copies(parameters)
         try:
-            torch._foreach_add_(parameters, self._ascent(entries))
+            torch._foreach_add_(held(parameters), held(self._ascent(entries)))
             yield "ascent"
         finally:
             put(parameters, start)
@@ -215,7 +216,8 @@ class SAM(PerturbedOptimizer):
         norm = total_norm(steps)
         for step, t in adaptive:
             step.mul_(t)
-        torch._foreach_mul_(steps, [self._setting(group, "rho") for _, _, group in entries])
+        radii = [self._setting(group, "rho") for _, _, group in entries]
+        torch._foreach_mul_(held(steps), radii)
         scale(steps, 1.0 / norm.clamp_min(torch.finfo(norm.dtype).tiny))
         return steps
 

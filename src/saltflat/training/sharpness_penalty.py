@@ -25,6 +25,7 @@ from saltflat.errors import InvalidValue, LossError, ModelError, NegativeCurvatu
 from saltflat.losses import LossLike
 from saltflat.measures import Context, balance_layer
 from saltflat.risk import Risk, unwrap
+from saltflat.sharded import refuse_sharded
 from saltflat.symmetries import Group, Least, least_trace
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
@@ -87,6 +88,11 @@ class SharpnessPenalty:
             raise InvalidValue(
                 f"measure must be one of {', '.join(get_args(Penalised))}. Got {measure!r}."
             )
+        refuse_sharded(
+            unwrap(model).parameters(),
+            "SharpnessPenalty takes third derivatives in whole parameters",
+            "Wrap the model in DistributedDataParallel instead, or take FAM.",
+        )
         self.model, self.data, self.loss, self.measure = model, data, loss, measure
         self.strength = check_number("strength", strength)
         self.refresh = check_integer("refresh", refresh)

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.sharded import is_sharded, refuse_sharded
 from saltflat.training.fam.flatness import LayerModule, apply
 
 _NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
@@ -100,7 +101,12 @@ class Capture:
         self._layers = dict(layers)
         before = model.register_forward_pre_hook(_Hook(self, Capture._begin))
         within = [
-            layer.register_forward_hook(_Hook(self, Capture._note, name), with_kwargs=True)
+            layer.register_forward_hook(
+                _Hook(self, Capture._note, name),
+                # Before FSDP2 frees the weights that it has gathered.
+                prepend=is_sharded(layer._parameters.get("weight")),
+                with_kwargs=True,
+            )
             for name, layer in layers.items()
         ]
         after = model.register_forward_hook(_Hook(self, Capture._end))
@@ -178,6 +184,11 @@ def _make_silent() -> Callable[..., None]:
 
 def _check(name: str, layer: LayerModule, x: Any, z: Any) -> None:
     """Refuse a layer whose output is not W x + b (a subclass, another hook)."""
+    refuse_sharded(
+        layer._parameters.values(),
+        f"FAM needs the whole weight of layer {name!r} in its forward pass",
+        "That is what fully_shard gives, and tensor parallelism does not; choose another layer.",
+    )
     with torch.no_grad():
         expected = apply(layer, x)
         tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2

@@ -1,0 +1,340 @@
+"""Parameters that several processes hold together: DTensors, and the modules of `fully_shard`.
+
+A process holds its shard of a DTensor. FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the
+parameters of one module at a time, for as long as it computes, and then the module's attributes
+are plain whole tensors; between passes they are the DTensors again. Every process must run the
+same passes, since a module is gathered by all of them together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard, final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from saltflat.errors import DistributedError, ModelError
+
+
+def is_sharded(tensor: object) -> TypeGuard[Any]:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # without it there are none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_sharded(parameters: Iterable[Tensor | None], who: str, advice: str) -> None:
+    """The error for what needs whole parameters."""
+    if any(map(is_sharded, parameters)):
+        raise ModelError(
+            f"{who}, and those of this model are sharded (DTensors, as fully_shard makes them). "
+            f"{advice}"
+        )
+
+
+@torch.no_grad()
+def held(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The part of every tensor that this process holds: itself, or the shard of a DTensor."""
+    return [t.to_local() if is_sharded(t) else t for t in tensors]
+
+
+def layouts(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    """The tensors by their mesh and placements, which are None for plain ones."""
+    found: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        if is_sharded(t) and any(placement.is_partial() for placement in t.placements):
+            raise ModelError(
+                f"A DTensor of shape {tuple(t.shape)} is a sum that processes have not made yet "
+                f"(placements {t.placements}), so that nobody knows its norm. Redistribute it."
+            )
+        found.setdefault((t.device_mesh, t.placements) if is_sharded(t) else None, []).append(t)
+    return found
+
+
+@torch.no_grad()
+def summed(number: Tensor, layout: Any) -> Tensor:
+    """The sum of what the processes have of a number, for shards of one of the `layouts`."""
+    if layout is None:
+        return number
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, placements = layout
+    parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+    whole: Tensor = DTensor.from_local(number, mesh, parts, run_check=False).full_tensor()
+    return whole
+
+
+@torch.no_grad()
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every process has, sharded as another one is."""
+    if not is_sharded(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def gathering_modules(model: nn.Module) -> list[Any]:
+    """The modules to which `fully_shard` was applied."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+def is_gathering_node(node: Any) -> bool:
+    """Whether a node of a graph is FSDP2's own, which hands on what it is given."""
+    if "RegisterPostBackward" not in node.name():
+        return False
+    owner = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+    function = getattr(sys.modules.get(owner), "RegisterPostBackwardFunction", None)
+    return function is not None and isinstance(node, function._backward_cls)
+
+
+def own_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters of a module, also those that FSDP2 has exchanged for gathered ones."""
+    yield from module.parameters()
+    for group in _groups(module):
+        yield from (each.sharded_param for each in group.fsdp_params)
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What FSDP2 gathers at a time. There is no public way to ask for it."""
+    modules = gathering_modules(model)
+    return [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
+
+
+_WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain ones are
+
+
+@contextmanager
+def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
+    """Within, all modules that `fully_shard` (FSDP2) shards have their whole weights.
+
+    Such a model is measured as one that is not sharded: all measures are there, each process may
+    run passes of its own, and `distributed=True` takes samples of its own from every rank. It takes
+    the memory of the whole model in every process. All processes must enter and leave together.
+
+    Parameters
+    ----------
+    model : the model; one that is not sharded stays as it is.
+    until_backward : keep the weights afterwards, until the next backward pass is through with them.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
+    >>> with sf.gathered(model):
+    ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
+    """
+    modules, groups = gathering_modules(model), _groups(model)
+    kept = ("reshard_after_backward", "post_forward_mesh_info")
+    before = [(group, name, getattr(group, name)) for group in groups for name in kept]
+    try:
+        for group in groups:
+            group.reshard_after_backward = False
+            group.post_forward_mesh_info = None  # nor after a forward pass
+        for module in modules:
+            module.unshard()
+            _WHOLE.add(module)
+        yield
+    finally:
+        for module in modules:
+            _WHOLE.discard(module)
+        for group, name, value in before:
+            setattr(group, name, value)
+        if not until_backward:
+            _reshard(modules)
+
+
+def _reshard(modules: Iterable[Any]) -> None:
+    for module in modules:
+        module.reshard()
+
+
+@contextmanager
+def lent(model: nn.Module) -> Iterator[None]:
+    """Within, FSDP2 gathers in forward passes alone, and leaves gradients where they are.
+
+    Modules are sharded before and afterwards.
+    """
+    modules, groups = gathering_modules(model), _groups(model)
+    if not modules or modules[0] in _WHOLE:
+        yield
+        return
+    kept = ("reduce_grads", "unshard_in_backward")
+    before = [(group, name, getattr(group, name)) for group in groups for name in kept]
+    try:
+        for group, name, _ in before:
+            setattr(group, name, False)
+        yield
+    except BaseException:
+        for module in modules:
+            if module._get_fsdp_state()._is_root:
+                module.reset_iter_state()  # a pass may have been cut short
+        raise
+    finally:
+        for group, name, value in before:
+            setattr(group, name, value)
+        _reshard(modules)
+
+
+def settle(model: nn.Module) -> None:
+    """Let go of what FSDP2 has gathered and kept, or gather what must be whole and is not."""
+    for module in gathering_modules(model):
+        if module in _WHOLE:
+            module.unshard()  # a state dict that was asked for has sharded it
+        else:
+            module.reshard()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A view of a whole parameter that a graph needs, in place of its values."""
+
+    parameter: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@final
+class Gathering:
+    """Passes of a model that processes share, on the same samples, layer by layer.
+
+    Autograd knows the whole weights that FSDP2 had gathered for the forward pass, and frees: they
+    are the leaves of its graphs. What graphs save of them is gathered anew when it is asked for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = gathering_modules(model)
+        self.leaves: dict[int, Tensor] = {}  # id of a DTensor -> the leaf of graphs
+        self._storages: dict[int, Any] = {}  # where a leaf's values are -> the DTensor
+        self._passes = 0
+        for module in self.modules:
+            module.unshard()
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    self._know(each.sharded_param, each.unsharded_param)
+            module.reshard()
+        for name, p in model.named_parameters():
+            if is_sharded(p) and id(p) not in self.leaves:
+                raise ModelError(
+                    f"Parameter {name!r} is a DTensor that fully_shard did not make of a plain "
+                    "tensor, as those of tensor parallelism are. Measure a copy of the model with "
+                    "plain parameters, full_tensor() of each."
+                )
+
+    def _know(self, sharded: Any, leaf: Tensor) -> None:
+        plain = not is_sharded(leaf) and leaf.is_contiguous() and leaf.storage_offset() == 0
+        if leaf.dtype != sharded.dtype:
+            raise ModelError(
+                f"fully_shard computes in {leaf.dtype} with parameters in {sharded.dtype}, by its "
+                "MixedPrecisionPolicy, and what comes of that has few digits. Measure the model "
+                "without the policy."
+            )
+        if plain:
+            self.leaves[id(sharded)] = leaf
+            self._storages[leaf.untyped_storage()._cdata] = sharded
+
+    @contextmanager
+    def passing(self, sign: int) -> Iterator[None]:
+        """A forward pass, which all processes make together; `sign` tells on what."""
+        self._passes += 1
+        self._agree(self._passes, sign, int(torch.is_grad_enabled()))
+        watch = register_module_forward_pre_hook(self._insist)
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            watch.remove()
+            _reshard(self.modules)
+
+    def _insist(self, module: nn.Module, _: Any) -> None:
+        """Refuse what would save weights that are freed: their place is our hooks' to keep."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if torch.is_grad_enabled() and (hooks is None or hooks[0] != self._pack):
+            raise ModelError(
+                "The model keeps tensors for its backward pass in a way of its own, as "
+                "torch.utils.checkpoint does, which does not go together with sharded weights "
+                f"here: seen in {type(module).__name__}. Switch checkpointing off. {ADVICE}"
+            )
+
+    def least(self, number: int) -> int:
+        """The smallest of what the processes have."""
+        return -self._largest(-number)[0]
+
+    def _agree(self, *numbers: int) -> None:
+        found = self._largest(*numbers, *(-n for n in numbers))
+        if found[: len(numbers)] != [-n for n in found[len(numbers) :]]:
+            raise DistributedError(
+                "The processes that share the model do not run it on the same samples. A sharded "
+                "model is gathered by all of them together: give every rank the same data, without "
+                "a DistributedSampler, and make the same call on all of them."
+            )
+
+    def _largest(self, *numbers: int) -> list[int]:
+        """The largest that a process has, of each."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        sharded = next(iter(self._storages.values()))
+        mesh = sharded.device_mesh
+        own = torch.tensor(numbers, device=sharded.device)
+        parts = [Partial("max")] * mesh.ndim
+        whole = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
+        found: list[int] = whole.tolist()
+        return found
+
+    def _pack(self, saved: Tensor) -> Any:
+        strided = saved.layout == torch.strided
+        sharded = self._storages.get(saved.untyped_storage()._cdata) if strided else None
+        if sharded is None:
+            return saved.detach(), saved._version
+        return _Part(sharded, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Part):
+            whole = whole_of(packed.parameter)
+            return whole.as_strided(packed.size, packed.stride, packed.offset)
+        saved: Tensor = packed[0]
+        if saved._version != packed[1]:  # which autograd does not look at where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation"
+            )
+        return saved
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What its state dict holds, whole, in the same order.
+
+    Of a sharded model copies, one by one: FSDP2 shards modules when it is asked for a state dict,
+    and cannot free what numpy has looked at.
+    """
+    if not gathering_modules(model):
+        yield from model.state_dict(keep_vars=True).items()
+        return
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        buffers = module._buffers.items()
+        kept = [(n, b) for n, b in buffers if n not in module._non_persistent_buffers_set]
+        for name, tensor in (*module._parameters.items(), *kept):
+            if tensor is not None:
+                yield f"{prefix}.{name}".lstrip("."), whole_of(tensor).clone()
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """Its values; those of a DTensor are gathered, by all processes together."""
+    return tensor.detach().full_tensor().contiguous() if is_sharded(tensor) else tensor.detach()
+
+
+ADVICE = (
+    "Measure it within `with saltflat.gathered(model):`, which takes the memory of the whole model "
+    "in every process, or measure a copy that is not sharded."
+)
