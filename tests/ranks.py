@@ -388,6 +388,13 @@ def sharded(data: Batches) -> Any:
     return told["hessian_trace"].value, told.provenance.samples, told.provenance.ranks, told.notes
 
 
+def nobody(data: Batches) -> Any:
+    """A pair of tensors with no rows is no samples, on one rank."""
+    ((x, y),) = batches([4])
+    rows = slice(0, 0) if dist.get_rank() == 0 else slice(0, 4)
+    return dict(sf.trace(relu(), (x[rows], y[rows]), distributed=True))
+
+
 def same_samples(data: Batches) -> Any:
     return sf.measure(relu(), batches([4]), measures=["hessian_trace"], distributed=True).notes
 
@@ -428,6 +435,7 @@ OTHERS: dict[str, Callable[[Batches], Any]] = {
     each.__name__: each
     for each in (
         sharded,
+        nobody,
         same_samples,
         alone,
         without_places,

@@ -154,6 +154,12 @@ def test_shards_of_a_dataset(worlds: Worlds) -> None:
         assert "over 2 ranks with 3 + 4 samples" in notes
 
 
+def test_a_rank_without_samples(worlds: Worlds) -> None:
+    alone = dict(sf.trace(ranks.relu(), ranks.batches([4])))
+    for results in worlds(2):
+        assert not differences(alone, results["nobody"])
+
+
 def test_the_same_samples_on_all_ranks_are_told(worlds: Worlds) -> None:
     for results in worlds(2):
         assert any("every rank gave the same samples" in note for note in results["same_samples"])

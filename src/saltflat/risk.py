@@ -441,14 +441,23 @@ class Risk:
     def _opened(self) -> tuple[int, Batch]:
         """The first rank that has samples, and the first of them."""
         if self._first is None:
-            own = self.reduction.each(lambda: next(self.batches(), None) is not None)
-            if not any(own):
+            own = self.reduction.each(self._begins)
+            if not any(begins for begins, _ in own):
                 raise DataError(_EMPTY)
-            who = own.index(True)
+            if {True, False} <= {shifted for _, shifted in own}:
+                raise DataError(
+                    "The labels are the inputs of the model on some ranks, where each is compared "
+                    "with the next token, and not on others. Shift those of all ranks, or of none."
+                )
+            who = [begins for begins, _ in own].index(True)
             mine = who == self.reduction.rank
             told = self.reduction.each(lambda: self._shown(1, _SHOWN) if mine else [])
             self._first = who, told[who][0].on(self.device)
         return self._first
+
+    def _begins(self) -> tuple[bool, bool | None]:
+        """Whether there are samples here, and what their labels stand for."""
+        return next(self.batches(), None) is not None, self._next_token
 
     def opening(self, count: int) -> Iterator[Batch]:
         """The first batches of the data, so many; of several ranks, as many samples of each."""
