@@ -64,7 +64,7 @@ _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.75  # of the tolerance
 _ROUNDS = 3
 _WORTH = 0.7  # of the price of a sweep
-_GROUPS = 16  # of the drawn pairs, whose sums tell the error of single entries
+GROUPS = 16  # of the drawn pairs, where nobody asks for another number
 _ROWS = 1024  # of a batch of gathered samples
 _BLOCK = 4096  # samples that are drawn from at a time
 _PADDING = 256  # empty directions that a batch less is worth
@@ -107,10 +107,7 @@ class Survey(Pass):
         self.sizes.append(sizes)
         self.outputs.append(outputs)
         self._latest = None
-        if (
-            sizes.shape[1] != self.sizes[0].shape[1]
-            or outputs.shape[1:] != self.outputs[0].shape[1:]
-        ):
+        if outputs.shape[1:] != self.outputs[0].shape[1:]:
             self.unsuited = "samples have unlike numbers of directions"
 
 
@@ -154,7 +151,8 @@ class Pairs:
     directions: Tensor
     weights: Tensor
     chances: Tensor  # 1 for those that are sent in any case
-    groups: Tensor  # of the sample
+    groups: Tensor  # that the samples are in, of so many
+    folds: int
     unit: float  # weight times size of the drawn ones
 
     @property
@@ -162,7 +160,7 @@ class Pairs:
         return self.chances < 1
 
 
-def choose(sizes: Tensor, threshold: float, *key: int) -> Pairs:
+def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """The pairs for a threshold; which are drawn does not depend on any other sample."""
     found, rest = list[tuple[Tensor, Tensor, Tensor]](), 0.0
     for start in range(0, len(sizes), _BLOCK):
@@ -176,11 +174,11 @@ def choose(sizes: Tensor, threshold: float, *key: int) -> Pairs:
     drawn = chances < 1
     unit = rest / max(1, int(drawn.sum()))
     weights = torch.where(drawn, unit / (chances * threshold), 1.0)
-    group = uniforms(range(len(sizes)), 1, *key, _GROUPS)[:, 0].mul_(_GROUPS).long()
-    return Pairs(samples, directions, weights, chances, group[samples], unit)
+    group = uniforms(range(len(sizes)), 1, *key, folds)[:, 0].mul_(folds).long()
+    return Pairs(samples, directions, weights, chances, group[samples], folds, unit)
 
 
-def pilot(sizes: Tensor, threshold: float, *key: int) -> Pairs:
+def pilot(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """Some pairs from below a threshold and fewer from above, all sent with length 1."""
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
@@ -188,7 +186,8 @@ def pilot(sizes: Tensor, threshold: float, *key: int) -> Pairs:
     numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
     samples, directions = (numbers < chances).nonzero(as_tuple=True)
     size = sizes[samples, directions]
-    return Pairs(samples, directions, 1 / size, size / threshold, torch.zeros_like(samples), 1.0)
+    none = torch.zeros_like(samples)
+    return Pairs(samples, directions, 1 / size, size / threshold, none, folds, 1.0)
 
 
 @final
@@ -201,10 +200,11 @@ class Packing:
 
     def __init__(self, pairs: Pairs, apart: bool) -> None:
         lots = (pairs.drawn * (1 + pairs.groups)) if apart else torch.zeros_like(pairs.samples)
+        kinds = pairs.folds + 1
         rows, row, counts = torch.unique(
-            pairs.samples * (_GROUPS + 1) + lots, return_inverse=True, return_counts=True
+            pairs.samples * kinds + lots, return_inverse=True, return_counts=True
         )
-        self.samples, self.lots = rows // (_GROUPS + 1), rows % (_GROUPS + 1)
+        self.samples, self.lots = rows // kinds, rows % kinds
         self.width = _widths(counts, _PADDING * (int(lots.max()) + 1))
         self.members = row.argsort(stable=True)
         self.starts = counts.cumsum(0) - counts
@@ -423,26 +423,27 @@ class Drawn:
 
         They scatter about their mean, the value, as the estimate does about the truth.
         """
-        sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=_GROUPS) / self.count
+        folds = self.pairs.folds
+        sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=folds) / self.count
         share = sizes.to(lots).reshape(-1, *[1] * (lots.ndim - 1))
         shrink = sqrt(float(self.spared.mean()) * self.count / (self.count - 1))
         spread: Tensor = lots - share * lots.sum(0)
-        return whole + _GROUPS * shrink * spread
+        return whole + folds * shrink * spread
 
     def _grouped(self, kind: Kind, name: str) -> tuple[Tensor, Tensor]:
         """A block's value, and the sums of its groups."""
         if kind not in WHOLE:
             y = self.parts[kind, name]
-            lots = torch.zeros(_GROUPS, dtype=torch.float64)
+            lots = torch.zeros(self.pairs.folds, dtype=torch.float64)
             lots.index_add_(0, self.pairs.groups[self.drawn], y[self.drawn])
             return y.sum(), lots
         found, zeros = self.done.whole.get((kind, name), {}), self.done.zeros(kind, name).cpu()
-        lots = torch.stack([found[k].cpu() if k in found else zeros for k in range(1 + _GROUPS)])
-        lots /= self.scale
+        places = range(1 + self.pairs.folds)
+        lots = torch.stack([found[k].cpu() if k in found else zeros for k in places]) / self.scale
         return lots.sum(0), lots[1:]
 
     def quantity(self, kind: Kind) -> Quantity:
-        result = Quantity({}, sizes=(1,) * _GROUPS)
+        result = Quantity({}, sizes=(1,) * self.pairs.folds)
         names = [name for name, wanted in self.done.requests.items() if kind in wanted]
         if kind == "magnitude":  # of what nothing is negative in
             result.values = {name: self.done.zeros(kind, name).cpu() for name in names}
@@ -473,6 +474,7 @@ class AdaptiveRank:
     plan: Plan
     seed: int
     hessian: bool
+    folds: int  # groups of the drawn pairs, whose sums tell errors
     spent: float = field(default=0.0, init=False)  # of the price of a sweep
     sent: int = field(default=0, init=False)  # pairs, of so many
     pairs: int = field(default=0, init=False)
@@ -493,13 +495,16 @@ class AdaptiveRank:
         if sizes.numel() < 8 * sum(_PILOT):
             return f"there are only {sizes.numel()} pairs of a sample and a direction"
         population = Population(sizes)
-        guess = _GUESS / float(sizes.sum())
+        if (whole := float(sizes.sum())) == 0:
+            return "the outputs have no curvature"
+        guess = _GUESS / whole
         for attempt in range(1 + _ROUNDS):
             threshold = population.threshold(guess, _AIM * self.settings.tolerance)
             if threshold == 0 or not self._worth(sizes, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
             draw = choose if attempt else pilot
-            done = self._pass(survey, draw(sizes, threshold, self.seed, attempt), attempt > 0)
+            pairs = draw(sizes, threshold, self.folds, self.seed, attempt)
+            done = self._pass(survey, pairs, attempt > 0)
             if isinstance(done, Refutation):
                 return done
             estimate = Drawn(done, divisor(self.loss, survey.normaliser))
