@@ -83,6 +83,8 @@ def test_one_experiment_writes_everything(place: Path) -> None:
     assert all(each.seconds > 0.001 and each.threads == 1 for each in result.runs)
     assert len(result.machines[0]) > 3
     assert result.versions["saltflat"] == sf.__version__
+    assert {each.versions["saltflat"] for each in result.runs} == {sf.__version__}
+    assert max(each.created for each in result.runs) == result.finished <= result.created
     assert result.rows == tuple(sweeps.rows(result.runs))
     assert str(result) in text
 

@@ -108,7 +108,7 @@ class Survey(Pass):
         self.outputs.append(outputs)
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
-            self.unsuited = "samples have unlike numbers of directions"
+            self.unsuited = "outputs have unlike shapes"
 
 
 @final
@@ -159,6 +159,19 @@ class Pairs:
     def drawn(self) -> Tensor:
         return self.chances < 1
 
+    def among(self, samples: range) -> Pairs:
+        """Those of some samples, which are counted from the first of them."""
+        here = (self.samples >= samples.start) & (self.samples < samples.stop)
+        return Pairs(
+            self.samples[here] - samples.start,
+            self.directions[here],
+            self.weights[here],
+            self.chances[here],
+            self.groups[here],
+            self.folds,
+            self.unit,
+        )
+
 
 def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """The pairs for a threshold; which are drawn does not depend on any other sample."""
@@ -205,7 +218,8 @@ class Packing:
             pairs.samples * kinds + lots, return_inverse=True, return_counts=True
         )
         self.samples, self.lots = rows // kinds, rows % kinds
-        self.width = _widths(counts, _PADDING * (int(lots.max()) + 1))
+        # Of several ranks, one may have no pairs to send.
+        self.width = _widths(counts, _PADDING * (int(lots.max()) + 1)) if len(rows) else counts
         self.members = row.argsort(stable=True)
         self.starts = counts.cumsum(0) - counts
         self.counts = counts
@@ -284,7 +298,8 @@ class PackedPass(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.outputs = torch.cat(self.survey.outputs)
+        outputs = self.survey.outputs
+        self.outputs = torch.cat(outputs) if outputs else torch.empty(0)
 
     def copes(self, plan: Plan) -> bool:
         return self.survey.copes(plan)
@@ -373,14 +388,19 @@ class PackedPass(Pass):
 class Drawn:
     """The estimates that a pass over chosen pairs gives."""
 
-    def __init__(self, done: PackedPass, scale: float) -> None:
-        self.done, self.pairs, self.scale = done, done.pairs, scale
-        self.drawn = done.pairs.drawn
+    def __init__(self, done: PackedPass, pairs: Pairs, scale: float) -> None:
+        self.done, self.pairs, self.scale = done, pairs, scale
+        self.drawn = pairs.drawn
         self.count = int(self.drawn.sum())
         self.spared = 1 - self.pairs.chances[self.drawn]
         wanted = {(kind, n) for n, kinds in done.requests.items() for kind in kinds - {"magnitude"}}
-        keys = {(_ADDED.get(kind, kind), name) for kind, name in wanted}
-        self.parts = {key: done.part(*key) / scale for key in sorted(keys)}
+        keys = sorted({(_ADDED.get(kind, kind), name) for kind, name in wanted})
+        # Pairs are in the order of samples, and samples in that of ranks.
+        told = done.reduction.each(lambda: [done.part(*key) for key in keys])
+        parts = (torch.cat(each) / scale for each in zip(*told, strict=True))
+        self.parts = dict(zip(keys, parts, strict=True))
+        lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
+        self.lots = done.reduction.totals(lots, done.risk.device)
 
     def _sums(self) -> Iterator[Tensor]:
         """What came of every pair, of every block and of all of them."""
@@ -437,9 +457,9 @@ class Drawn:
             lots = torch.zeros(self.pairs.folds, dtype=torch.float64)
             lots.index_add_(0, self.pairs.groups[self.drawn], y[self.drawn])
             return y.sum(), lots
-        found, zeros = self.done.whole.get((kind, name), {}), self.done.zeros(kind, name).cpu()
-        places = range(1 + self.pairs.folds)
-        lots = torch.stack([found[k].cpu() if k in found else zeros for k in places]) / self.scale
+        zeros, places = self.done.zeros(kind, name), range(1 + self.pairs.folds)
+        found = [self.lots.get((kind, name, lot), zeros).cpu() for lot in places]
+        lots = torch.stack(found) / self.scale
         return lots.sum(0), lots[1:]
 
     def quantity(self, kind: Kind) -> Quantity:
@@ -487,10 +507,13 @@ class AdaptiveRank:
         survey = Survey(*parts, must_be_linear=self.hessian)
         if refutation := survey.run(stream, self.plan):
             return refutation
-        if survey.unsuited:
-            return survey.unsuited
-        self.samples = survey.samples
-        sizes = torch.cat(survey.sizes)
+        told = self.risk.reduction.each(lambda: (survey.unsuited, survey.sizes))
+        if reasons := [unsuited for unsuited, _ in told if unsuited]:
+            return reasons[0]
+        self.samples, every = survey.samples, [part for _, parts in told for part in parts]
+        if len({part.shape[1] for part in every}) != 1:
+            return "samples have unlike numbers of directions"
+        sizes = torch.cat(every)
         self.pairs = sizes.numel()
         if sizes.numel() < 8 * sum(_PILOT):
             return f"there are only {sizes.numel()} pairs of a sample and a direction"
@@ -507,7 +530,7 @@ class AdaptiveRank:
             done = self._pass(survey, pairs, attempt > 0)
             if isinstance(done, Refutation):
                 return done
-            estimate = Drawn(done, divisor(self.loss, survey.normaliser))
+            estimate = Drawn(done, pairs, divisor(self.loss, survey.normaliser))
             if attempt and estimate.within(self.settings.tolerance):
                 return estimate
             guess = estimate.noise(None if attempt else population.halves(threshold))
@@ -528,6 +551,8 @@ class AdaptiveRank:
         self.sent += len(pairs.samples)
         kinds = frozenset[Kind]().union(*self.requests.values())
         apart = final and bool(kinds & WHOLE)
+        first = self.risk.offset
+        pairs = pairs.among(range(first, first + survey.own))
         packing = Packing(pairs, apart)
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
         done = PackedPass(*parts, survey=survey, pairs=pairs, packing=packing, apart=apart)

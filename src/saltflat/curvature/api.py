@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,6 +21,7 @@ from saltflat.curvature.plan import Certify, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.spectrum import Coordinates
 from saltflat.curvature.sweep import Kind
+from saltflat.distributed import reduction
 from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
@@ -49,6 +51,7 @@ def trace(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Trace:
     """The trace of every parameter's block of the Hessian (or of the Gauss–Newton matrix).
@@ -83,7 +86,7 @@ def trace(
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
     unpack, output : callables that split an item of the data, and choose the outputs.
-    progress : as in `measure`.
+    distributed, progress : as in `measure`.
 
     Examples
     --------
@@ -96,9 +99,11 @@ def trace(
     >>> trace.exact, trace.details["weight"].rule
     (True, 'linear')
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, seed, progress, float))
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        parts = curvature, estimator, settings, seed, progress
+        return Trace(**_blocks(risk, "trace", *parts, float))
 
 
 def diagonal(
@@ -117,6 +122,7 @@ def diagonal(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Diagonal:
     """The diagonal of the Hessian (or of the Gauss–Newton matrix), a tensor for every parameter.
@@ -131,10 +137,11 @@ def diagonal(
     >>> sf.diagonal(model, (x, y), "mse")["weight"].round(decimals=3)
     tensor([[1., 1.]], dtype=torch.float64)
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    parts = curvature, estimator, settings, seed, progress
-    return Diagonal(**_blocks(risk, "diagonal", *parts, Tensor.cpu))
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        parts = curvature, estimator, settings, seed, progress
+        return Diagonal(**_blocks(risk, "diagonal", *parts, Tensor.cpu))
 
 
 def eigenvalues(
@@ -152,6 +159,7 @@ def eigenvalues(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Eigenvalues:
     """The k (algebraically) largest eigenvalues of the whole Hessian, or of one parameter's block.
@@ -183,19 +191,37 @@ def eigenvalues(
     >>> list(sf.eigenvalues(model, (x, y), k=1, block="2.weight")[0].vector)
     ['2.weight']
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
-    names = _block(risk, block)
-    size = sum(risk.parameters[name].numel() for name in names)
-    if check_integer("k", k) > size:
-        raise InvalidValue(f"k must be at most {size}, the size of the matrix. Got {k}.")
     settings = checked_settings(1000, memory_budget, "proof")
-    whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
-    # About ten products for every pair, and ten to begin with.
-    whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        risk.work.at("eigenvalues", 0, 1)
-        pairs = whole.eigenpairs(names, k, tol)
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        names = _block(risk, block)
+        size = sum(risk.parameters[name].numel() for name in names)
+        if check_integer("k", k) > size:
+            raise InvalidValue(f"k must be at most {size}, the size of the matrix. Got {k}.")
+        whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
+        # About ten products for every pair, and ten to begin with.
+        whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
+        with _at_work(risk, "eigenvalues", progress):
+            pairs = whole.eigenpairs(names, k, tol)
     return Eigenvalues(tuple(Eigenvalue(*pair, curvature) for pair in pairs), curvature, block)
+
+
+@contextmanager
+def _risk(
+    distributed: bool, model: nn.Module, data: Any, loss: LossLike, options: dict[str, Any]
+) -> Iterator[Risk]:
+    """The risk of this process, or of all ranks, for the length of a call."""
+    with reduction(distributed) as together:
+        yield Risk(model, data, loss, **options, reduction=together)
+
+
+@contextmanager
+def _at_work(risk: Risk, step: str, progress: bool | Callback | None) -> Iterator[None]:
+    """A session of the risk, shown as one step."""
+    told = progress if risk.reduction.rank == 0 else False
+    with reporting(told) as risk.work, risk.session(), derivatives_explained():
+        risk.work.at(step, 0, 1)
+        yield
 
 
 def _block(risk: Risk, block: str | None) -> list[str]:
@@ -224,6 +250,7 @@ def max_eigenvalue(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Eigenvalue:
     """The largest eigenvalue of the whole Hessian, or of the blocks in `parameters` together.
@@ -251,6 +278,7 @@ def max_eigenvalue(
         dtype=dtype,
         unpack=unpack,
         output=output,
+        distributed=distributed,
         progress=progress,
     )[0]
 
@@ -271,6 +299,7 @@ def density(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Density:
     """The density of the eigenvalues of the Hessian, smoothed by a Gaussian kernel, with its error.
@@ -304,18 +333,18 @@ def density(
     >>> abs(mean - sf.trace(model, data).total / density.size) < 4 * error
     True
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     check_integer("probes", probes, least=2)
     check_integer("steps", steps, least=2)
     if width is not None:
         check_number("width", width, above=True)
-    names = _block(risk, block)
     settings = checked_settings(1000, memory_budget, "proof")
-    whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
-    whole.foresee = partial(whole.announce, probes * steps * PRODUCT)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        risk.work.at("density", 0, 1)
-        rules = whole.quadratures(names, probes, steps)
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        names = _block(risk, block)
+        whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
+        whole.foresee = partial(whole.announce, probes * steps * PRODUCT)
+        with _at_work(risk, "density", progress):
+            rules = whole.quadratures(names, probes, steps)
     nodes, weights = zip(*rules, strict=True)
     reach = float(max(n.max() for n in nodes) - min(n.min() for n in nodes))
     scale = float(max(n.abs().max() for n in nodes))
@@ -357,9 +386,13 @@ class Operator(LinearOperator):  # type: ignore[misc]
         return object.__new__(_for_scipy())
 
     def __init__(
-        self, risk: Callable[[], Risk], curvature: MatrixName, memory_budget: int | None
+        self,
+        risk: Callable[..., Risk],
+        curvature: MatrixName,
+        memory_budget: int | None,
+        distributed: bool = False,
     ) -> None:
-        self._risk, self.curvature = risk, curvature
+        self._risk, self.curvature, self._distributed = risk, curvature, distributed
         self._settings = checked_settings(1000, memory_budget, "proof")
         self.names = tuple(risk().parameters)
         size = sum(p.numel() for p in risk().parameters.values())
@@ -389,7 +422,7 @@ class Operator(LinearOperator):  # type: ignore[misc]
                 f"The model has {space.size} measured parameters, and had {self.shape[0]} when the "
                 "operator was made. Make another one."
             )
-        images = self._images(risk, [space.split(column) for column in columns])
+        images = self._images([space.split(column) for column in columns])
         return torch.stack([space.join(image).cpu() for image in images], 1).numpy()
 
     def _of_mapping(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -405,12 +438,17 @@ class Operator(LinearOperator):  # type: ignore[misc]
                     f"Got {'nothing' if got is None else tuple(got)}."
                 )
         kinds = {name: (v[name].device, _kind(v[name])) for name in risk.parameters}
-        (image,) = self._images(risk, [{name: v[name].detach() for name in kinds}])
+        (image,) = self._images([{name: v[name].detach() for name in kinds}])
         return {name: image[name].to(*kind) for name, kind in kinds.items()}
 
-    def _images(self, risk: Risk, vectors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        with risk.session(), derivatives_explained():
-            return Curvature(risk, self.curvature, settings=self._settings).images(vectors)
+    def _images(self, vectors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        with reduction(self._distributed) as together:
+            sums = [[float(x.double().sum()) for x in v.values()] for v in vectors]
+            if any(other != sums for other in together.each(lambda: sums)):
+                raise InvalidValue("The ranks multiply other vectors: all must have the same.")
+            risk = self._risk(reduction=together)
+            with risk.session(), derivatives_explained():
+                return Curvature(risk, self.curvature, settings=self._settings).images(vectors)
 
     def _check(self, flat: np.ndarray) -> None:
         size = self.shape[0]
@@ -426,7 +464,8 @@ class Operator(LinearOperator):  # type: ignore[misc]
     _transpose = _adjoint
 
     def __reduce__(self) -> Any:
-        return Operator, (self._risk, self.curvature, self._settings.memory_budget)
+        budget = self._settings.memory_budget
+        return Operator, (self._risk, self.curvature, budget, self._distributed)
 
 
 @cache
@@ -454,6 +493,7 @@ def hessian(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
 ) -> Operator:
     """The Hessian as a linear operator: `sf.hessian(model, data) @ v`, see `Operator`.
 
@@ -473,7 +513,7 @@ def hessian(
     True
     """
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    return _operator("hessian", memory_budget, model, data, loss, options)
+    return _operator("hessian", memory_budget, model, data, loss, options, distributed)
 
 
 def ggn(
@@ -486,6 +526,7 @@ def ggn(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
 ) -> Operator:
     """The Gauss–Newton matrix as a linear operator: `sf.ggn(model, data) @ v`, see `Operator`.
 
@@ -499,7 +540,7 @@ def ggn(
     tensor([1., 2.])
     """
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    return _operator("ggn", memory_budget, model, data, loss, options)
+    return _operator("ggn", memory_budget, model, data, loss, options, distributed)
 
 
 def _operator(
@@ -509,10 +550,12 @@ def _operator(
     data: Any,
     loss: LossLike,
     options: dict[str, Any],
+    distributed: bool,
 ) -> Operator:
     if not isinstance(options["parameters"], str):
         options["parameters"] = list(options["parameters"])
-    return Operator(partial(Risk, model, kept(data), loss, **options), curvature, memory_budget)
+    risk = partial(Risk, model, kept(data), loss, **options)
+    return Operator(risk, curvature, memory_budget, distributed)
 
 
 def _blocks(
@@ -530,8 +573,7 @@ def _blocks(
     whole = Curvature(risk, curvature, estimator, settings, check_seed(seed))
     kinds = frozenset({kind})
     whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        risk.work.at(kind, 0, 1)
+    with _at_work(risk, kind, progress):
         findings: Findings = whole.find(kinds)
     for warning in findings.warnings:
         warnings.warn(warning, stacklevel=3)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from math import ceil, isfinite, nan
 from time import perf_counter
 from typing import TypeVar, final
@@ -192,7 +192,7 @@ class Curvature:
     def look(self, first: Batch | None = None) -> Plan:
         """Probe the model on the first batch, and the loss where it is a user's own."""
         risk, certify = self.risk, self.settings.certify
-        first = first or next(risk.batches())
+        first = first or risk.first()
         # One sample alone does not show whether samples depend on each other.
         several = first if first.size > 1 else _gather(risk, first, 4)
         start = perf_counter()
@@ -242,11 +242,9 @@ class Curvature:
 
         `only` tells the parameters that a kind is wanted of, where these are not all.
         """
-        batches = self.risk.batches()
-        first = next(batches)
+        first, stream = self.risk.begun()
         plan = self.look(first)
         chosen = only(self.layers(plan)) if only else {}
-        stream: Iterable[Batch] = chain([first], batches)
         while isinstance(
             findings := _Search(self, kinds, groups, plan, chosen).run(stream, first), Refutation
         ):
@@ -341,7 +339,7 @@ class Curvature:
 
     def _by_sweeps(self, names: Sequence[str], tol: float) -> None:
         """The eigenpairs of the blocks for which sweeps are worth it."""
-        first = next(self.risk.batches())
+        first = self.risk.first()
         plan, hessian = self.look(first), self.matrix == "hessian"
         proved = [n for n in names if not hessian or n not in plan.curved]
         rest = [name for name in proved if plan.rules[name] != GENERIC]
@@ -352,15 +350,19 @@ class Curvature:
         if count > self.settings.max_directions:
             return
         # As much as for the largest of models: this is no chunk, to stay near a processor's cache.
-        budget = self.settings.budget(self.risk.device, weights=1 << 40)
+        budgets = self.risk.reduction.each(
+            lambda: self.settings.budget(self.risk.device, weights=1 << 40)
+        )
+        budget = min(budgets)
         while rest and count <= _WORTH * len(rest):
             store = Gradients(budget)
             sweep = self._swept(rest, store)
             if sweep is None:
                 return
-            for name in set(rest) - store.unserved - store.dropped:
+            store.agree(self.risk.reduction)
+            for name in [n for n in rest if n not in store.unserved | store.dropped]:
                 space = Coordinates(self._only([name]))
-                product = self._paid(store.product(name, sweep.divisor), sweep.samples, plan)
+                product = self._paid(store.product(name, sweep.divisor), sweep.own, plan)
                 self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
             kept, rest = len(rest) - len(store.dropped), [n for n in rest if n in store.dropped]
             if not kept or sum(store.sizes[n] for n in rest) > _PORTIONS * budget:
@@ -378,7 +380,7 @@ class Curvature:
             sweep = self._swept(list(vectors), images)
             if sweep is None:
                 raise _Refuted
-            return images.products(sweep.divisor)
+            return self.risk.reduction.totals(images.products(sweep.divisor), self.risk.device)
 
         with suppress(_Refuted):
             found = largest_together(products, self._only(names), tol, self.seed)
@@ -391,7 +393,7 @@ class Curvature:
 
         def apply(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
             self.risk.work.add(samples, price)
-            return product(vector)
+            return self.risk.reduction.totals(product(vector), self.risk.device)
 
         return apply
 
@@ -472,7 +474,7 @@ class Curvature:
 
         None where they might not be those of `layers`: that takes a look at gradients.
         """
-        few = next(self.risk.batches()).part(0, 2)
+        few = self.risk.first().part(0, 2)
         with Recorder(self.risk.parameters) as recorder:
             self.risk.forward(few)
         uses = recorder.uses
@@ -525,6 +527,8 @@ class _Search:
         self.estimator = _of_products(given, curvature.seed)
         self.findings = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
         self.joint = self._joint()
+        if self.joint:
+            self.risk.insist_on_one_rank(self.joint)
         linearity = {name: self._linearity(name) for name in self.risk.parameters}
         self.reasons = dict.fromkeys(linearity, self.joint) if self.joint else linearity
         self.linearity = linearity
@@ -730,7 +734,7 @@ class _Search:
             self._doubt(tally.samples)
             refutation = self._estimated(rest) if rest else None
         if fisher and not refutation:
-            refutation = self._sweep(fisher, self.risk.batches(), next(self.risk.batches()))
+            refutation = self._sweep(fisher, self.risk.batches(), self.risk.first())
             self.findings.samples = 0
         return refutation
 
@@ -761,7 +765,7 @@ class _Search:
     def _draw(self, requests: Requests) -> Refutation | None:
         """Blocks of the Hessian by noise of every sample's own."""
         known: dict[tuple[Kind, str], Tensor] = {}
-        count = self._directions(next(self.risk.batches()))
+        count = self._directions(self.risk.first())
         if count <= min(FEW_DIRECTIONS, self.settings.max_directions):
             sweep = self._pass(requests, must_be_linear=False)
             refutation = sweep.run(self.risk.batches())
@@ -986,7 +990,7 @@ def _gather(risk: Risk, first: Batch, wanted: int) -> Batch:
     """Some samples, from several batches where one has too few."""
     gathered = [first.part(0, wanted)]
     if first.size < wanted:
-        for batch in islice(risk.batches(), 1, wanted):
+        for batch in islice(risk.opening(wanted), 1, None):
             if leaf_shapes(batch) == leaf_shapes(first) and alike([first, batch]):
                 gathered.append(batch.part(0, wanted))
     return join(gathered).part(0, wanted)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 
+from saltflat.distributed import Reduction
 from saltflat.errors import DataError, LossError, NoSecondDerivative
 from saltflat.losses import (
     CrossEntropy,
@@ -531,10 +532,16 @@ class Additivity:
             self.entries += outputs.numel()
         return self._of(here)
 
-    def holds_together(self) -> bool:
-        """Whether it is one on all chunks together."""
-        several = len(self.gallery) > 1 and alike(self.gallery)
-        return not several or self._of(join(self.gallery))
+    def holds_together(self, reduction: Reduction, device: torch.device) -> bool:
+        """Whether it is one on all chunks together, those of other ranks too."""
+        gallery = self.gallery
+        if reduction.ranks > 1:
+            cpu = torch.device("cpu")
+            told = reduction.each(lambda: [chunk.on(cpu) for chunk in self.gallery])
+            every = [chunk.on(device) for chunks in told for chunk in chunks]
+            gallery = [c for c in every if c.inputs.shape[1:] == every[0].inputs.shape[1:]]
+        several = len(gallery) > 1 and alike(gallery)
+        return not several or self._of(join(gallery))
 
     def _of(self, samples: Batch) -> bool:
         return _adds_up(self.loss, samples) and _apart(self.loss, samples)

@@ -46,14 +46,18 @@ class Spread:
             self._merge(torch.zeros(size, len(self.blocks), dtype=torch.float64))
 
     def _merge(self, rows: Tensor) -> None:
-        """By the pairwise formula, which loses no digits to a mean that is large."""
-        size, mean = len(rows), rows.mean(0)
+        mean = rows.mean(0)
         centred = rows - mean
+        self.join(Spread(self.blocks, len(rows), mean, centred.mT @ centred))
+
+    def join(self, other: Spread) -> None:
+        """Its samples too, by the pairwise formula: no digits are lost to a mean that is large."""
+        mean = other._mean
         change = mean - self._mean.to(mean)
-        share = self.count * size / (self.count + size)
-        self._scatter = self._scatter.to(mean) + centred.mT @ centred + share * change.outer(change)
-        self.count += size
-        self._mean = self._mean.to(mean) + change * (size / self.count)
+        share = self.count * other.count / (self.count + other.count)
+        self._scatter = self._scatter.to(mean) + other._scatter + share * change.outer(change)
+        self.count += other.count
+        self._mean = self._mean.to(mean) + change * (other.count / self.count)
 
     def scaled(self, factor: float) -> Spread:
         """Of the numbers times a factor, on the CPU."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,8 +14,7 @@ import torch
 from saltflat.errors import optional
 from saltflat.report import store
 from saltflat.reproduction import Reproduction, Row
-from saltflat.sweep import Folder, Run, Settings, Where, Work, sweep
-from saltflat.version import __version__
+from saltflat.sweep import Folder, Run, Settings, Where, Work, sweep, versions
 
 __all__ = ["Experiment", "Reproduction", "Row", "Size", "reproduce"]
 
@@ -91,11 +89,7 @@ def reproduce(
         title=experiment.title,
         paper=experiment.paper,
         device=str(device),
-        versions={
-            "saltflat": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     result.save(place / "results.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saltflat.sweep.ensemble import train_together
-from saltflat.sweep.jobs import Failure
+from saltflat.sweep.jobs import Failure, versions
 from saltflat.sweep.runner import Where, sweep
 from saltflat.sweep.runs import Folder, Outcome, Run, Settings, Work, grid
 from saltflat.sweep.stacked import Descent, Parameters, Replayed, beside, stacked, write_back
@@ -24,5 +24,6 @@ __all__ = [
     "stacked",
     "sweep",
     "train_together",
+    "versions",
     "write_back",
 ]

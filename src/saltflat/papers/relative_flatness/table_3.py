@@ -228,5 +228,5 @@ TABLE_3 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 4},
+    minutes={"small": 5},
 )
