@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 import saltflat as sf
 from bench.curved import digits
+from saltflat.curvature.sweep import direction_price
 from saltflat.datasets import mnist
+from saltflat.work import FORWARD
 
 Data = tuple[Tensor, Tensor]
 
@@ -98,7 +100,8 @@ class Row:
             lambda: sf.trace(model, data, tolerance=tolerance, seed=seed, progress=False)
         )
         self.time.append(shorter / alone)
-        self.work.append(_gradients(model, data, tolerance) / _gradients(model, data, None))
+        directions = exact_price(len(model(data[0][:1])[0]) - 1)
+        self.work.append(_gradients(model, data, tolerance) / directions)
         sent, every = re.findall(r"(\d+) of (\d+) pairs", " ".join(found.notes))[0]
         self.pairs.append(int(sent) / int(every))
         self.errors.append(found.stderr / found.total)
@@ -132,15 +135,14 @@ def _timed(call: Callable[[], sf.Trace]) -> tuple[sf.Trace, float]:
     return result, min(seconds)
 
 
-def _gradients(model: nn.Module, data: Data, tolerance: float | None) -> float:
-    report = sf.measure(
-        model,
-        data,
-        measures=["hessian_trace"],
-        tolerance=tolerance,
-        standing=False,
-        progress=False,
-    )
+def exact_price(directions: int) -> float:
+    """Of a sweep, in gradients."""
+    return FORWARD + directions * direction_price(frozenset({"trace"}))
+
+
+def _gradients(model: nn.Module, data: Data, tolerance: float) -> float:
+    names = ["hessian_trace"]
+    report = sf.measure(model, data, measures=names, tolerance=tolerance, standing=False)
     return report.provenance.gradients["curvature"]
 
 
@@ -184,7 +186,7 @@ def main() -> None:
     parser.add_argument("--mnist", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = small(options.networks, options.tolerance)
+    rows = small(options.networks, options.tolerance) if options.networks else []
     if options.mnist:
         rows += large(options.tolerance)
     print(f"tolerance={options.tolerance:g}, {options.threads} CPU thread, {torch.__version__}.")

@@ -114,8 +114,8 @@ def test_wrong_weights_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(z.mean()) < -5
 
 
-def _rest(pairs: Pairs) -> tuple[Tensor, Tensor, float]:
-    return pairs.chances, pairs.groups, pairs.unit
+def _rest(pairs: Pairs) -> tuple[Tensor, Tensor, int, float]:
+    return pairs.chances, pairs.groups, pairs.folds, pairs.unit
 
 
 def test_results_do_not_depend_on_batches_or_chunks() -> None:
@@ -166,6 +166,11 @@ def unsuited() -> Iterator[Any]:
     own = lambda o, t: nn.functional.cross_entropy(o, t) * 2  # noqa: E731
     yield pytest.param(plain, data, {"tolerance": 1e-5}, "saves too little", id="all matter")
     yield pytest.param(plain, few, {"tolerance": 0.01}, "only 280 pairs", id="few pairs")
+    sure = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Flatten()).double()
+    nn.init.constant_(sure[0].weight, 0.0)
+    sure[0].weight.data[0] = 1e6
+    positive = data[0].abs() + 1, data[1]
+    yield pytest.param(sure, positive, {"tolerance": 0.01}, "no curvature", id="saturated")
     yield pytest.param(plain, data, {"tolerance": 0.01, "loss": own}, "not ranked", id="own loss")
 
 

@@ -64,7 +64,7 @@ _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.75  # of the tolerance
 _ROUNDS = 3
 _WORTH = 0.7  # of the price of a sweep
-_GROUPS = 16  # of the drawn pairs, whose sums tell the error of single entries
+GROUPS = 16  # of the drawn pairs, where nobody asks for another number
 _ROWS = 1024  # of a batch of gathered samples
 _BLOCK = 4096  # samples that are drawn from at a time
 _PADDING = 256  # empty directions that a batch less is worth
@@ -107,11 +107,8 @@ class Survey(Pass):
         self.sizes.append(sizes)
         self.outputs.append(outputs)
         self._latest = None
-        if (
-            sizes.shape[1] != self.sizes[0].shape[1]
-            or outputs.shape[1:] != self.outputs[0].shape[1:]
-        ):
-            self.unsuited = "samples have unlike numbers of directions"
+        if outputs.shape[1:] != self.outputs[0].shape[1:]:
+            self.unsuited = "outputs have unlike shapes"
 
 
 @final
@@ -154,7 +151,8 @@ class Pairs:
     directions: Tensor
     weights: Tensor
     chances: Tensor  # 1 for those that are sent in any case
-    groups: Tensor  # of the sample
+    groups: Tensor  # that the samples are in, of so many
+    folds: int
     unit: float  # weight times size of the drawn ones
 
     @property
@@ -170,11 +168,12 @@ class Pairs:
             self.weights[here],
             self.chances[here],
             self.groups[here],
+            self.folds,
             self.unit,
         )
 
 
-def choose(sizes: Tensor, threshold: float, *key: int) -> Pairs:
+def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """The pairs for a threshold; which are drawn does not depend on any other sample."""
     found, rest = list[tuple[Tensor, Tensor, Tensor]](), 0.0
     for start in range(0, len(sizes), _BLOCK):
@@ -188,11 +187,11 @@ def choose(sizes: Tensor, threshold: float, *key: int) -> Pairs:
     drawn = chances < 1
     unit = rest / max(1, int(drawn.sum()))
     weights = torch.where(drawn, unit / (chances * threshold), 1.0)
-    group = uniforms(range(len(sizes)), 1, *key, _GROUPS)[:, 0].mul_(_GROUPS).long()
-    return Pairs(samples, directions, weights, chances, group[samples], unit)
+    group = uniforms(range(len(sizes)), 1, *key, folds)[:, 0].mul_(folds).long()
+    return Pairs(samples, directions, weights, chances, group[samples], folds, unit)
 
 
-def pilot(sizes: Tensor, threshold: float, *key: int) -> Pairs:
+def pilot(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """Some pairs from below a threshold and fewer from above, all sent with length 1."""
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
@@ -200,7 +199,8 @@ def pilot(sizes: Tensor, threshold: float, *key: int) -> Pairs:
     numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
     samples, directions = (numbers < chances).nonzero(as_tuple=True)
     size = sizes[samples, directions]
-    return Pairs(samples, directions, 1 / size, size / threshold, torch.zeros_like(samples), 1.0)
+    none = torch.zeros_like(samples)
+    return Pairs(samples, directions, 1 / size, size / threshold, none, folds, 1.0)
 
 
 @final
@@ -213,10 +213,11 @@ class Packing:
 
     def __init__(self, pairs: Pairs, apart: bool) -> None:
         lots = (pairs.drawn * (1 + pairs.groups)) if apart else torch.zeros_like(pairs.samples)
+        kinds = pairs.folds + 1
         rows, row, counts = torch.unique(
-            pairs.samples * (_GROUPS + 1) + lots, return_inverse=True, return_counts=True
+            pairs.samples * kinds + lots, return_inverse=True, return_counts=True
         )
-        self.samples, self.lots = rows // (_GROUPS + 1), rows % (_GROUPS + 1)
+        self.samples, self.lots = rows // kinds, rows % kinds
         # Of several ranks, one may have no pairs to send.
         self.width = _widths(counts, _PADDING * (int(lots.max()) + 1)) if len(rows) else counts
         self.members = row.argsort(stable=True)
@@ -442,27 +443,27 @@ class Drawn:
 
         They scatter about their mean, the value, as the estimate does about the truth.
         """
-        sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=_GROUPS) / self.count
+        folds = self.pairs.folds
+        sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=folds) / self.count
         share = sizes.to(lots).reshape(-1, *[1] * (lots.ndim - 1))
         shrink = sqrt(float(self.spared.mean()) * self.count / (self.count - 1))
         spread: Tensor = lots - share * lots.sum(0)
-        return whole + _GROUPS * shrink * spread
+        return whole + folds * shrink * spread
 
     def _grouped(self, kind: Kind, name: str) -> tuple[Tensor, Tensor]:
         """A block's value, and the sums of its groups."""
         if kind not in WHOLE:
             y = self.parts[kind, name]
-            lots = torch.zeros(_GROUPS, dtype=torch.float64)
+            lots = torch.zeros(self.pairs.folds, dtype=torch.float64)
             lots.index_add_(0, self.pairs.groups[self.drawn], y[self.drawn])
             return y.sum(), lots
-        zeros = self.done.zeros(kind, name)
-        found = [self.lots.get((kind, name, lot), zeros).cpu() for lot in range(1 + _GROUPS)]
-        lots = torch.stack(found)
-        lots /= self.scale
+        zeros, places = self.done.zeros(kind, name), range(1 + self.pairs.folds)
+        found = [self.lots.get((kind, name, lot), zeros).cpu() for lot in places]
+        lots = torch.stack(found) / self.scale
         return lots.sum(0), lots[1:]
 
     def quantity(self, kind: Kind) -> Quantity:
-        result = Quantity({}, sizes=(1,) * _GROUPS)
+        result = Quantity({}, sizes=(1,) * self.pairs.folds)
         names = [name for name, wanted in self.done.requests.items() if kind in wanted]
         if kind == "magnitude":  # of what nothing is negative in
             result.values = {name: self.done.zeros(kind, name).cpu() for name in names}
@@ -493,6 +494,7 @@ class AdaptiveRank:
     plan: Plan
     seed: int
     hessian: bool
+    folds: int  # groups of the drawn pairs, whose sums tell errors
     spent: float = field(default=0.0, init=False)  # of the price of a sweep
     sent: int = field(default=0, init=False)  # pairs, of so many
     pairs: int = field(default=0, init=False)
@@ -508,19 +510,23 @@ class AdaptiveRank:
         told = self.risk.reduction.each(lambda: (survey.unsuited, survey.sizes))
         if reasons := [unsuited for unsuited, _ in told if unsuited]:
             return reasons[0]
-        self.samples = survey.samples
-        sizes = torch.cat([part for _, parts in told for part in parts])
+        self.samples, every = survey.samples, [part for _, parts in told for part in parts]
+        if len({part.shape[1] for part in every}) != 1:
+            return "samples have unlike numbers of directions"
+        sizes = torch.cat(every)
         self.pairs = sizes.numel()
         if sizes.numel() < 8 * sum(_PILOT):
             return f"there are only {sizes.numel()} pairs of a sample and a direction"
         population = Population(sizes)
-        guess = _GUESS / float(sizes.sum())
+        if (whole := float(sizes.sum())) == 0:
+            return "the outputs have no curvature"
+        guess = _GUESS / whole
         for attempt in range(1 + _ROUNDS):
             threshold = population.threshold(guess, _AIM * self.settings.tolerance)
             if threshold == 0 or not self._worth(sizes, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
             draw = choose if attempt else pilot
-            pairs = draw(sizes, threshold, self.seed, attempt)
+            pairs = draw(sizes, threshold, self.folds, self.seed, attempt)
             done = self._pass(survey, pairs, attempt > 0)
             if isinstance(done, Refutation):
                 return done

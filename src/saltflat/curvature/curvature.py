@@ -20,7 +20,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.adaptive import WHOLE, AdaptiveRank
+from saltflat.curvature.adaptive import GROUPS, WHOLE, AdaptiveRank
 from saltflat.curvature.contractions import Weight
 from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
@@ -679,7 +679,7 @@ class _Search:
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
         parts = self.risk, loss, settings, self.weights, wanted, self.plan, seed, self.hessian
-        search = AdaptiveRank(*parts)
+        search = AdaptiveRank(*parts, self.groups or GROUPS)
         done = search.run(stream)
         if isinstance(done, Refutation):
             return done
