@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -53,6 +53,7 @@ from saltflat.report import (
     standing_of,
 )
 from saltflat.risk import Batch, Output, Risk, Unpack
+from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, grown
 from saltflat.symmetries import Group
 from saltflat.watch import kept
 from saltflat.work import Callback, reporting
@@ -72,6 +73,7 @@ def measure(
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
     tolerance: float = 0.05,
+    samples: Samples = "all",
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -97,7 +99,11 @@ def measure(
         default those that were named raise, the others are skipped. What is wrong with the model,
         the data or the loss as a whole is an error all the same.
     estimator, tolerance : for what cannot be had exactly, as in `trace`.
-    seed : of the searches and estimates.
+    samples : "all", or "auto" for growing random parts of the data, until `Measurement.interval` of
+        every measure reaches at most 2 `tolerance` of its value to either side; see `trace`.
+        Measures that are no smooth function of means over samples (`sampling` is None) do not
+        apply then, unless half of the samples are not enough and all are measured.
+    seed : of the searches and estimates, and of the order in which samples are drawn.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
         (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.
     progress : True, False, or a callable of (step, done, total). By default, what will take longer
@@ -123,16 +129,111 @@ def measure(
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     check_estimator(estimator)
     check_seed(seed)
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
-    risk.watched.on = True
-    engine = Curvature(risk, curvature, estimator, settings, seed)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        report = _measured(selection, engine, on_error, standing)
+    check_choice("samples", samples, get_args(Samples))
+    names = parameters if isinstance(parameters, str) else list(parameters)
+    risk_on = partial(
+        Risk, model, loss=loss, parameters=names, dtype=dtype, unpack=unpack, output=output
+    )
+
+    def once(data: Any, measures: Sequence[Measure], standing: bool) -> tuple[Report, Curvature]:
+        risk = risk_on(data)
+        risk.watched.on = True
+        engine = Curvature(risk, curvature, estimator, settings, seed)
+        with reporting(progress) as risk.work, risk.session(), derivatives_explained():
+            return _measured(measures, engine, on_error, standing), engine
+
+    if samples == "auto":
+        population = Population(data, unpack, seed)
+        report, engine = _on_samples(population, tolerance, once, selection, on_error, standing)
+    else:
+        report, engine = once(data, selection, standing)
     if measures is None:
         report = replace(report, left_out=left_out())
     for warning in engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
+
+
+Once = Callable[[Any, Sequence[Measure], bool], tuple[Report, Curvature]]
+
+
+def _on_samples(
+    population: Population,
+    tolerance: float,
+    once: Once,
+    measures: Sequence[Measure],
+    on_error: OnError,
+    standing: bool,
+) -> tuple[Report, Curvature]:
+    """The measures on as many samples as it takes."""
+    rule = Rule(population.size, tolerance)
+    refused: dict[str, str] = {}
+    spent: list[float] = []  # in gradients of one sample, by look
+
+    def look(data: Any) -> tuple[tuple[Report, Curvature], list[Part]]:
+        asked = [measure for measure in measures if measure.name not in refused]
+        try:
+            report, engine = once(data, asked, False)
+        except Interrupted as stop:
+            raise Interrupted(_estimated(stop.partial, rule, refused)) from stop
+        spent.append(sum(report.provenance.gradients.values()) * report.provenance.samples)
+        for name in [m.name for m in report.values() if m.sampling is None]:
+            refused[name] = NO_PARTS.format(name)
+            if on_error == "raise":
+                raise NotApplicable(refused[name])
+        parts = [_part(m) for m in report.values() if m.sampling is not None]
+        if not parts:
+            raise NotApplicable(NO_PARTS.format("a measure"))
+        return (report, engine), parts
+
+    found = grown(population, rule, look)
+    if found is None:
+        report, engine = once(population.data, measures, standing)
+        return _looked(report, sum(spent)), engine
+    (report, engine), size = found
+    report = _looked(_estimated(report, rule, refused), sum(spent[:-1]))
+    if standing:
+        other = once(population.first(size), [], True)[0]
+        gradients = {**report.provenance.gradients, **other.provenance.gradients}
+        source = replace(report.provenance, gradients=gradients)
+        report = replace(report, standing=other.standing, provenance=source)
+    return report, engine
+
+
+def _part(m: Measurement) -> Part:
+    assert m.sampling is not None
+    assert m.skewness is not None
+    return Part(m.value, m.sampling, m.skewness)
+
+
+def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report:
+    """A report on some samples as one of all of them."""
+    size = report.provenance.samples
+    measurements = {
+        name: replace(
+            m,
+            exact=False,
+            stderr=rule.left(size) * m.sampling,
+            degrees=size - 1,
+            interval=rule.interval(_part(m), size),
+        )
+        for name, m in report.items()
+        if m.sampling is not None
+    }
+    return replace(
+        report,
+        measurements=measurements,
+        skipped={**report.skipped, **refused},
+        provenance=replace(report.provenance, population=rule.population),
+        notes=(*report.notes, rule.used(size)),
+    )
+
+
+def _looked(report: Report, spent: float) -> Report:
+    """The report with what looks at fewer samples have cost."""
+    source = report.provenance
+    gradients = {**source.gradients, "looks": round(spent / source.samples, 3)}
+    return replace(report, provenance=replace(source, gradients=gradients))
 
 
 def _measured(

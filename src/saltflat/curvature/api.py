@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.checks import check_integer, check_number, check_seed
+from saltflat.checks import check_choice, check_integer, check_number, check_seed
 from saltflat.curvature.curvature import Curvature, Findings
 from saltflat.curvature.estimators import Estimator, check_estimator
 from saltflat.curvature.loss_hessian import derivatives_explained
@@ -19,10 +20,11 @@ from saltflat.curvature.plan import Certify, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.spectrum import Coordinates
 from saltflat.curvature.sweep import Kind
-from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.errors import InvalidType, InvalidValue, ModelError, NotApplicable, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, grown
 from saltflat.watch import kept
 from saltflat.work import PRODUCT, Callback, reporting
 
@@ -41,6 +43,7 @@ def trace(
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
     tolerance: float = 0.05,
+    samples: Samples = "all",
     seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
@@ -69,7 +72,12 @@ def trace(
     tolerance : of an estimated block the standard error is to be at most this share of its trace
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
         the network. Draws end before that if they have cost 100 gradients.
-    seed : of the default estimator's noise.
+    samples : "all", or "auto" for growing random parts of the data, until `Trace.interval` reaches
+        at most 2 `tolerance` of the total to either side: it holds the total on all samples with a
+        probability of 95 % (`saltflat.subsample` says how, and what it cannot know). Every sample
+        must have a part of its own in what is computed, which estimates do not have. Where half
+        of the samples are not enough, all are measured, as if "all" had been asked for.
+    seed : of the default estimator's noise, and of the order in which samples are drawn.
     certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
         also takes what seems so on a few samples, which is then not called exact and has no
         standard error; "none" takes nothing, so that every block of the Hessian is estimated.
@@ -89,10 +97,33 @@ def trace(
     {'weight': 0.807, 'bias': 0.437}
     >>> trace.exact, trace.details["weight"].rule
     (True, 'linear')
+    >>> x, y = torch.randn(20_000, 3), torch.arange(20_000) % 2
+    >>> trace = sf.trace(model, (x, y), samples="auto")
+    >>> trace.certificate.samples, trace.exact
+    (256, False)
+    >>> low, high = trace.interval
+    >>> low < sf.trace(model, (x, y)).total < high
+    True
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
+    check_choice("samples", samples, get_args(Samples))
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    return Trace(**_blocks(risk, "trace", curvature, estimator, settings, seed, progress, float))
+    names = parameters if isinstance(parameters, str) else list(parameters)
+    risk_on = partial(
+        Risk, model, loss=loss, parameters=names, dtype=dtype, unpack=unpack, output=output
+    )
+
+    def find(data: Any) -> tuple[Risk, Findings]:
+        risk = risk_on(data)
+        return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
+
+    if samples == "auto":
+        population = Population(data, unpack, check_seed(seed))
+        found = _on_samples(population, tolerance, find, curvature)
+        if found is not None:
+            return found
+    risk, findings = find(data)
+    _warn(findings)
+    return Trace(**_blocks(risk, findings, "trace", curvature, float))
 
 
 def diagonal(
@@ -126,8 +157,9 @@ def diagonal(
     """
     risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    parts = curvature, estimator, settings, seed, progress
-    return Diagonal(**_blocks(risk, "diagonal", *parts, Tensor.cpu))
+    findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
+    _warn(findings)
+    return Diagonal(**_blocks(risk, findings, "diagonal", curvature, Tensor.cpu))
 
 
 def eigenvalues(
@@ -508,7 +540,7 @@ def _operator(
     return Operator(partial(Risk, model, kept(data), loss, **options), curvature, memory_budget)
 
 
-def _blocks(
+def _found(
     risk: Risk,
     kind: Kind,
     curvature: MatrixName,
@@ -516,18 +548,29 @@ def _blocks(
     settings: Settings,
     seed: int,
     progress: bool | Callback | None,
-    cast: Callable[[Tensor], Value],
-) -> dict[str, Any]:
-    """What a result holds."""
+) -> Findings:
     check_estimator(estimator)
     whole = Curvature(risk, curvature, estimator, settings, check_seed(seed))
     kinds = frozenset({kind})
     whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
     with reporting(progress) as risk.work, risk.session(), derivatives_explained():
         risk.work.at(kind, 0, 1)
-        findings: Findings = whole.find(kinds)
+        return whole.find(kinds)
+
+
+def _warn(findings: Findings) -> None:
     for warning in findings.warnings:
         warnings.warn(warning, stacklevel=3)
+
+
+def _blocks(
+    risk: Risk,
+    findings: Findings,
+    kind: Kind,
+    curvature: MatrixName,
+    cast: Callable[[Tensor], Value],
+) -> dict[str, Any]:
+    """What a result holds."""
     quantity = findings.quantities[kind]
     return {
         "details": quantity.details(cast),
@@ -539,6 +582,46 @@ def _blocks(
         "notes": (*risk.notes, *findings.notes),
         "degrees": quantity.total_degrees,
     }
+
+
+def _on_samples(
+    population: Population,
+    tolerance: float,
+    find: Callable[[Any], tuple[Risk, Findings]],
+    curvature: MatrixName,
+) -> Trace | None:
+    """The trace on as many samples as it takes; None if it takes all."""
+    rule = Rule(population.size, tolerance)
+
+    def look(data: Any) -> tuple[tuple[Risk, Findings, Part], list[Part]]:
+        risk, findings = find(data)
+        trace = findings.quantities["trace"]
+        known = trace.sampled(dict.fromkeys(trace.values, 1.0))
+        if not known:
+            raise NotApplicable(NO_PARTS.format("the trace"))
+        part = Part(trace.total, known["sampling"], known["skewness"])
+        return (risk, findings, part), [part]
+
+    found = grown(population, rule, look)
+    if found is None:
+        return None
+    (risk, findings, part), size = found
+    fields, trace = _blocks(risk, findings, "trace", curvature, float), findings.quantities["trace"]
+    used, left = rule.used(size), rule.left(size)
+    details = {
+        name: replace(
+            detail,
+            exact=False,
+            stderr=left * trace.sampled({name: 1.0})["sampling"],
+            degrees=size - 1,
+            reason=f"{used}; {detail.reason}",
+        )
+        for name, detail in fields["details"].items()
+    }
+    certainty = {"stderr": left * part.stderr, "degrees": size - 1}
+    notes = (*fields["notes"], used)
+    told = {"details": details, "notes": notes, "interval": rule.interval(part, size)}
+    return Trace(**fields | certainty | told)
 
 
 def checked_settings(

@@ -29,6 +29,8 @@ class Spread:
 
     blocks: tuple[str, ...]
     count: int = 0
+    _rows: list[Tensor] = field(default_factory=list)  # every `_stride`-th sample's numbers
+    _stride: int = 1
     _mean: Tensor = field(default_factory=lambda: torch.zeros(()))
     _scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -48,12 +50,20 @@ class Spread:
     def _merge(self, rows: Tensor) -> None:
         """By the pairwise formula, which loses no digits to a mean that is large."""
         size, mean = len(rows), rows.mean(0)
+        self._keep(rows)
         centred = rows - mean
         change = mean - self._mean.to(mean)
         share = self.count * size / (self.count + size)
         self._scatter = self._scatter.to(mean) + centred.mT @ centred + share * change.outer(change)
         self.count += size
         self._mean = self._mean.to(mean) + change * (size / self.count)
+
+    def _keep(self, rows: Tensor) -> None:
+        """For the skewness; of more samples than fit in `_MOST_KEPT`, evenly fewer."""
+        self._rows.append(rows[-self.count % self._stride :: self._stride])
+        if sum(part.numel() for part in self._rows) > _MOST_KEPT:
+            self._rows = [torch.cat(self._rows)[::2]]
+            self._stride *= 2
 
     def scaled(self, factor: float) -> Spread:
         """Of the numbers times a factor, on the CPU."""
@@ -67,3 +77,14 @@ class Spread:
         c = torch.tensor([weights.get(name, 0.0) for name in self.blocks], dtype=torch.float64)
         variance = float(c @ self._scatter @ c) / (self.count * (self.count - 1))
         return sqrt(max(0.0, variance))
+
+    def skewness(self, weights: Mapping[str, float]) -> float:
+        """Of Σ weights · the numbers of a sample; 0 where they are all the same."""
+        rows = torch.cat(self._rows).cpu()
+        values = rows @ torch.tensor([weights.get(n, 0.0) for n in self.blocks], dtype=rows.dtype)
+        centred = values - values.mean()
+        spread = float(centred.square().mean().sqrt())
+        return float((centred / spread).pow(3).mean()) if spread > 0 else 0.0
+
+
+_MOST_KEPT = 1 << 22  # numbers

@@ -32,7 +32,8 @@ class Provenance:
     `data_hash` is of the data's bytes, `values_hash` of their values in float32 and int64, by which
     data of other types (`data_types`) are known to be the same. `measured` is a hash of the names
     of the measured parameters, `loss_code` one of the code of a loss that is the user's own. All of
-    these are empty in files of before they were recorded.
+    these are empty in files of before they were recorded. `population` is how many samples there
+    are of which `samples` were drawn at random and measured; 0 where all of them were.
     """
 
     model: str
@@ -58,6 +59,13 @@ class Provenance:
     data_types: str = ""
     measured: str = ""
     loss_code: str = ""
+    population: int = 0
+
+    @property
+    def used(self) -> str:
+        """How many samples were measured, in words."""
+        of = f" of {self.population:,}" if self.population else ""
+        return f"{self.samples:,}{of} samples"
 
 
 def provenance(
