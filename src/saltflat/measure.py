@@ -24,6 +24,7 @@ from saltflat.curvature import (
     Layer,
     MatrixName,
     Plan,
+    Settings,
     check_estimator,
     checked_settings,
     derivatives_explained,
@@ -72,7 +73,7 @@ def measure(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     samples: Samples = "all",
     certify: Certify = "proof",
     max_directions: int = 1000,
@@ -98,7 +99,8 @@ def measure(
         "raise" its error, or "skip" it, which the report lists with the reason (`skipped`). By
         default those that were named raise, the others are skipped. What is wrong with the model,
         the data or the loss as a whole is an error all the same.
-    estimator, tolerance : for what cannot be had exactly, as in `trace`.
+    estimator, tolerance : for what cannot be had exactly, and a tolerance that is given also for
+        what can, as in `trace`: every measurement tells its own error.
     samples : "all", or "auto" for growing random parts of the data, until `Measurement.interval` of
         every measure reaches at most 2 `tolerance` of its value to either side; see `trace`.
         Measures that are no smooth function of means over samples (`sampling` is None) do not
@@ -135,7 +137,9 @@ def measure(
         Risk, model, loss=loss, parameters=names, dtype=dtype, unpack=unpack, output=output
     )
 
-    def once(data: Any, measures: Sequence[Measure], standing: bool) -> tuple[Report, Curvature]:
+    def once(
+        data: Any, measures: Sequence[Measure], standing: bool, settings: Settings = settings
+    ) -> tuple[Report, Curvature]:
         risk = risk_on(data)
         risk.watched.on = True
         engine = Curvature(risk, curvature, estimator, settings, seed)
@@ -144,7 +148,7 @@ def measure(
 
     if samples == "auto":
         population = Population(data, unpack, seed)
-        report, engine = _on_samples(population, tolerance, once, selection, on_error, standing)
+        report, engine = _on_samples(population, settings, once, selection, on_error, standing)
     else:
         report, engine = once(data, selection, standing)
     if measures is None:
@@ -154,26 +158,26 @@ def measure(
     return report
 
 
-Once = Callable[[Any, Sequence[Measure], bool], tuple[Report, Curvature]]
+Once = Callable[[Any, Sequence[Measure], bool, Settings], tuple[Report, Curvature]]
 
 
 def _on_samples(
     population: Population,
-    tolerance: float,
+    settings: Settings,
     once: Once,
     measures: Sequence[Measure],
     on_error: OnError,
     standing: bool,
 ) -> tuple[Report, Curvature]:
     """The measures on as many samples as it takes."""
-    rule = Rule(population.size, tolerance)
+    rule, on_parts = Rule(population.size, settings.tolerance), settings.on_parts()
     refused: dict[str, str] = {}
     spent: list[float] = []  # in gradients of one sample, by look
 
     def look(data: Any) -> tuple[tuple[Report, Curvature], list[Part]]:
         asked = [measure for measure in measures if measure.name not in refused]
         try:
-            report, engine = once(data, asked, False)
+            report, engine = once(data, asked, False, on_parts)
         except Interrupted as stop:
             raise Interrupted(_estimated(stop.partial, rule, refused)) from stop
         spent.append(sum(report.provenance.gradients.values()) * report.provenance.samples)
@@ -188,12 +192,12 @@ def _on_samples(
 
     found = grown(population, rule, look)
     if found is None:
-        report, engine = once(population.data, measures, standing)
+        report, engine = once(population.data, measures, standing, settings)
         return _looked(report, sum(spent)), engine
     (report, engine), size = found
     report = _looked(_estimated(report, rule, refused), sum(spent[:-1]))
     if standing:
-        other = once(population.first(size), [], True)[0]
+        other = once(population.first(size), [], True, on_parts)[0]
         gradients = {**report.provenance.gradients, **other.provenance.gradients}
         source = replace(report.provenance, gradients=gradients)
         report = replace(report, standing=other.standing, provenance=source)
@@ -203,7 +207,7 @@ def _on_samples(
 def _part(m: Measurement) -> Part:
     assert m.sampling is not None
     assert m.skewness is not None
-    return Part(m.value, m.sampling, m.skewness)
+    return Part(m.value, m.sampling, m.skewness, m.stderr)
 
 
 def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report:
@@ -213,7 +217,7 @@ def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report
         name: replace(
             m,
             exact=False,
-            stderr=rule.left(size) * m.sampling,
+            stderr=rule.error(m.sampling, m.stderr, size),
             degrees=size - 1,
             interval=rule.interval(_part(m), size),
         )

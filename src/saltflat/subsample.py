@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot, sqrt
 from typing import Any, Literal, TypeVar, final
 
 import numpy as np
@@ -59,12 +59,13 @@ class Part:
     """A number on some samples: its standard error, and the skewness of the single samples.
 
     `stderr` is that of samples that are independent draws, √(1 − n/N) of which is left for a part
-    of n among N.
+    of n among N; but not of `drawn`, the part of it that comes from draws of what is not exact.
     """
 
     value: float
     stderr: float
     skewness: float
+    drawn: float = 0.0
 
 
 @final
@@ -83,6 +84,10 @@ class Rule:
         """The share of a standard error that is left where no sample is drawn twice."""
         return sqrt(1 - size / self.population)
 
+    def error(self, stderr: float, drawn: float, size: int) -> float:
+        """The standard error for the value on all samples, of which `drawn` is left whole."""
+        return hypot(self.left(size) * sqrt(max(0.0, stderr**2 - drawn**2)), drawn)
+
     def used(self, size: int) -> str:
         """What was done, in words."""
         return (
@@ -97,7 +102,7 @@ class Rule:
         q = float(t.ppf(1 - (1 - LEVEL) / (2 * len(self.sizes)), size - 1))
         left = self.left(size)
         skew = part.skewness * (1 - 2 * size / self.population) / (left * sqrt(size))
-        error = left * part.stderr
+        error = self.error(part.stderr, part.drawn, size)
         return part.value - error * _untwisted(q, skew), part.value - error * _untwisted(-q, skew)
 
     def excess(self, part: Part, size: int) -> float:

@@ -44,7 +44,7 @@ def audit(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     max_directions: int = 1000,
     memory_budget: int | None = None,
     example: Any = None,
@@ -76,6 +76,7 @@ def audit(
         `spread` and by 1/spread.
     spread : factors are drawn log-uniformly from [1/spread, spread].
     tolerances : how much drift is still called invariant.
+    tolerance : as in `measure`, but what can be had exactly is.
     example : inputs to find the rescalings on; by default the first samples of the data.
     Other arguments as in `measure`.
 
@@ -94,6 +95,7 @@ def audit(
     panel_measures = _measures(measures, functions or {})
     _check(elements, spread)
     settings = checked_settings(max_directions, memory_budget, "proof", tolerance)
+    settings = replace(settings, adaptive=False)  # drift is told from noise best without any
     check_estimator(estimator)
     check_seed(seed)
     data = kept(data)  # one for all models

@@ -42,7 +42,7 @@ def trace(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     samples: Samples = "all",
     seed: int = 0,
     certify: Certify = "proof",
@@ -71,7 +71,12 @@ def trace(
         two with the smaller variance in a pilot, and as many draws as `tolerance` takes.
     tolerance : of an estimated block the standard error is to be at most this share of its trace
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
-        the network. Draws end before that if they have cost 100 gradients.
+        the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
+        is given, a trace that could be had exactly is drawn too where that is cheaper: from random
+        mixes of the directions of each sample, of which there are many with many classes, until the
+        standard error of the total is within the tolerance as well. Where draws would cost more
+        than all directions, or these cost less than 70 gradients, the trace is exact; the notes
+        tell which.
     samples : "all", or "auto" for growing random parts of the data, until `Trace.interval` reaches
         at most 2 `tolerance` of the total to either side: it holds the total on all samples with a
         probability of 95 % (`saltflat.subsample` says how, and what it cannot know). Every sample
@@ -112,16 +117,16 @@ def trace(
         Risk, model, loss=loss, parameters=names, dtype=dtype, unpack=unpack, output=output
     )
 
-    def find(data: Any) -> tuple[Risk, Findings]:
+    def find(data: Any, settings: Settings) -> tuple[Risk, Findings]:
         risk = risk_on(data)
         return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
 
     if samples == "auto":
         population = Population(data, unpack, check_seed(seed))
-        found = _on_samples(population, tolerance, find, curvature)
+        found = _on_samples(population, settings, find, curvature)
         if found is not None:
             return found
-    risk, findings = find(data)
+    risk, findings = find(data, settings)
     _warn(findings)
     return Trace(**_blocks(risk, findings, "trace", curvature, float))
 
@@ -134,7 +139,7 @@ def diagonal(
     curvature: MatrixName = "hessian",
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
@@ -586,20 +591,20 @@ def _blocks(
 
 def _on_samples(
     population: Population,
-    tolerance: float,
-    find: Callable[[Any], tuple[Risk, Findings]],
+    settings: Settings,
+    find: Callable[[Any, Settings], tuple[Risk, Findings]],
     curvature: MatrixName,
 ) -> Trace | None:
     """The trace on as many samples as it takes; None if it takes all."""
-    rule = Rule(population.size, tolerance)
+    rule, on_parts = Rule(population.size, settings.tolerance), settings.on_parts()
 
     def look(data: Any) -> tuple[tuple[Risk, Findings, Part], list[Part]]:
-        risk, findings = find(data)
+        risk, findings = find(data, on_parts)
         trace = findings.quantities["trace"]
         known = trace.sampled(dict.fromkeys(trace.values, 1.0))
         if not known:
             raise NotApplicable(NO_PARTS.format("the trace"))
-        part = Part(trace.total, known["sampling"], known["skewness"])
+        part = Part(trace.total, known["sampling"], known["skewness"], trace.total_stderr)
         return (risk, findings, part), [part]
 
     found = grown(population, rule, look)
@@ -607,25 +612,28 @@ def _on_samples(
         return None
     (risk, findings, part), size = found
     fields, trace = _blocks(risk, findings, "trace", curvature, float), findings.quantities["trace"]
-    used, left = rule.used(size), rule.left(size)
+    used = rule.used(size)
     details = {
         name: replace(
             detail,
             exact=False,
-            stderr=left * trace.sampled({name: 1.0})["sampling"],
+            stderr=rule.error(trace.sampled({name: 1.0})["sampling"], detail.stderr, size),
             degrees=size - 1,
             reason=f"{used}; {detail.reason}",
         )
         for name, detail in fields["details"].items()
     }
-    certainty = {"stderr": left * part.stderr, "degrees": size - 1}
+    certainty = {"stderr": rule.error(part.stderr, part.drawn, size), "degrees": size - 1}
     notes = (*fields["notes"], used)
     told = {"details": details, "notes": notes, "interval": rule.interval(part, size)}
     return Trace(**fields | certainty | told)
 
 
 def checked_settings(
-    max_directions: int, memory_budget: int | None, certify: Certify, tolerance: float = 0.05
+    max_directions: int,
+    memory_budget: int | None,
+    certify: Certify,
+    tolerance: float | None = None,
 ) -> Settings:
     if certify not in get_args(Certify):
         raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
@@ -633,5 +641,8 @@ def checked_settings(
         raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
     if memory_budget is not None and memory_budget < 1:
         raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
+    settings = Settings(max_directions, memory_budget, certify)
+    if tolerance is None:
+        return settings
     check_number("tolerance", tolerance, above=True)
-    return Settings(max_directions, memory_budget, certify, tolerance)
+    return replace(settings, tolerance=tolerance, adaptive=True)

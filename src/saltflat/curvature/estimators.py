@@ -193,7 +193,7 @@ class Quantity:
         the skewness of single samples, as fields of a measurement; none where they are not known.
         """
         known = self.spread is not None and self.spread.names >= weights.keys()
-        if not known or not self.exact(weights) or not self.unknown.isdisjoint(weights):
+        if not known or not self.unknown.isdisjoint(weights):
             return {}
         assert self.spread is not None
         error = self.spread.stderr(weights)

@@ -70,7 +70,7 @@ class SoftmaxFactor(Factor):
         self.p = flat.softmax(1)
         rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
         root = loss.scale(outputs, targets).sqrt().reshape(n, 1, -1).permute(2, 1, 0)
-        at, below = self._columns(self.p[:, :-1], rest, root)
+        at, below = self.entries(self.p[:, :-1], rest, root)
         # Entries below c are p_j · below_c ≤ 1 though below_c alone may be beyond float32's range;
         # there p_j is 0 in float32, so a bound on below_c changes nothing.
         self.p, self.at = self.p.to(outputs.dtype), at.to(outputs.dtype)
@@ -78,7 +78,7 @@ class SoftmaxFactor(Factor):
         self.below = below.clamp(max=1e30).to(outputs.dtype) if narrow else below
 
     @staticmethod
-    def _columns(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    def entries(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """The entry at c and the common factor of those below it; 0/0 of a saturated softmax is 0.
 
         One root after the other: the product of two small numbers may underflow.
@@ -121,21 +121,44 @@ class SoftmaxSketch(Factor):
 
     Nothing larger than the outputs is held. What a column gives to the likeliest class is minus
     what it gives to the others, of which no digits are lost where p is near 1.
+
+    The columns of `SoftmaxFactor` that belong to the `top` likeliest classes can be taken out, as
+    `columns`; what is left is diag p − p pᵀ/q of the other classes, q the sum of these p. Of a
+    network that has learnt something they hold nearly all of the noise.
     """
 
-    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor, top: int = 0) -> None:
         logits, _ = loss.class_last(outputs, targets)
-        self.dim, self.count = loss.dim(outputs, targets), outputs[0].numel()
+        self.dim, self.count = loss.dim(outputs, targets), top
         self.p = logits.softmax(-1)
-        self.likeliest = self.p.argmax(-1, keepdim=True)
         self.root = loss.scale(outputs, targets).sqrt().to(outputs.dtype).unsqueeze(-1)
+        high, self.order = self.p.topk(top + 1, dim=-1)
+        self.likeliest = self.order[..., top:]
+        self.others = self.p.scatter(-1, self.order[..., :top], 0.0) if top else self.p
+        self.rest = self.others.sum(-1, keepdim=True)
+        if top:
+            self._rank(high[..., :top].double())
+
+    def _rank(self, high: Tensor) -> None:
+        """The entries of the columns that are taken out."""
+        tails = torch.cat([high, self.rest.double()], -1).flip(-1).cumsum(-1).flip(-1)
+        one = torch.ones((), dtype=high.dtype, device=high.device)
+        at, below = SoftmaxFactor.entries(high, tails[..., 1:], one)
+        self.at, self.below = at.to(self.p), below.clamp(max=1e30).to(self.p)
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("too many directions to write out; this factor is only sketched")
+        found = []
+        for c in range(start, stop):
+            lower = self.p.scatter(-1, self.order[..., : c + 1], 0.0)
+            column = lower * -self.below[..., c : c + 1]
+            column.scatter_(-1, self.order[..., c : c + 1], self.at[..., c : c + 1])
+            found.append(column.mul_(self.root).movedim(-1, self.dim))
+        return torch.stack(found), None
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        mixed = self.p.sqrt().mul_(noise.movedim(self.dim, -1))
-        mixed = mixed.addcmul_(self.p, mixed.sum(-1, keepdim=True), value=-1)
+        mixed = self.others.sqrt().mul_(noise.movedim(self.dim, -1))
+        share = self.others / self.rest.clamp(min=torch.finfo(self.p.dtype).tiny)
+        mixed = mixed.addcmul_(share, mixed.sum(-1, keepdim=True), value=-1)
         mixed.scatter_(-1, self.likeliest, 0.0)
         mixed.scatter_(-1, self.likeliest, -mixed.sum(-1, keepdim=True))
         return mixed.mul_(self.root).movedim(-1, self.dim).unsqueeze(0), None
@@ -229,12 +252,14 @@ def direction_count(loss: Loss, outputs: Tensor, targets: Any) -> int:
     return 0 if isinstance(loss, NegativeLogLikelihood) else entries
 
 
-def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Factor:
-    """The factor of the (unnormalised) output Hessian, for its columns or to be sketched."""
+def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool, top: int = 0) -> Factor:
+    """The factor of the (unnormalised) output Hessian, for its columns or to be sketched; a
+    cross-entropy's also for the columns of its `top` likeliest classes and a sketch of the rest."""
     outputs = outputs.detach()
     if isinstance(loss, CrossEntropy):
-        kind = SoftmaxSketch if sketched else SoftmaxFactor
-        return kind(loss, outputs, batch.targets)
+        if sketched:
+            return SoftmaxSketch(loss, outputs, batch.targets, top)
+        return SoftmaxFactor(loss, outputs, batch.targets)
     if isinstance(loss, ElementwiseLoss):
         count = direction_count(loss, outputs, batch.targets)
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs, count)
