@@ -140,7 +140,7 @@ class Reproduced(SphinxDirective):
         for name, experiment in EXPERIMENTS.items():
             link = f"[{name}](reproduced/{name.replace('/', '.md#')})"
             result = _result(name)
-            when = f"{result.size}, {result.created[:10]}" if result else "not yet"
+            when = f"{result.size}, {result.finished[:10]}" if result else "not yet"
             rows.append(f"| {link} | {experiment.title} | {when} |")
         pages = [f"reproduced/{paper}" for paper in _papers()]
         tree = ["```{toctree}", ":hidden:", "", *pages, "```"]

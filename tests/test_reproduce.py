@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import sweeps
+import torch
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
@@ -82,6 +83,8 @@ def test_one_experiment_writes_everything(place: Path) -> None:
     assert all(each.seconds > 0.001 and each.threads == 1 for each in result.runs)
     assert len(result.machines[0]) > 3
     assert result.versions["saltflat"] == sf.__version__
+    assert {each.versions["saltflat"] for each in result.runs} == {sf.__version__}
+    assert max(each.created for each in result.runs) == result.finished <= result.created
     assert result.rows == tuple(sweeps.rows(result.runs))
     assert str(result) in text
 
@@ -97,13 +100,16 @@ def test_json_is_what_is_saved_and_nothing_is_run_twice(place: Path) -> None:
     assert list(both) == list(json.loads(run("all", "--json").stdout)) == list(EXPERIMENTS)
 
 
-def test_runs_that_are_timed_are_alone(place: Path) -> None:
+def test_runs_that_are_timed_are_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of a test cannot go to another process."""
+    told: list[int] = []
     timed = dataclasses.replace(sweeps.SQUARES, work=lambda *args: sweeps.quick(*args))
     with pytest.raises(sf.InvalidValue, match="top of a module"):
         reproduce(timed, workers=2, progress=False)
     alone = dataclasses.replace(timed, alone=True)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
     assert len(reproduce(alone, workers=2, on="ray", progress=False).runs) == 8
+    assert told == [1, torch.get_num_threads()]
 
 
 def test_the_experiments_that_compare_times_are_alone() -> None:

@@ -128,7 +128,7 @@ def test_a_loader_is_read_as_it_reads_and_its_generators_are_left_alone() -> Non
 
 def test_all_samples_where_half_are_not_enough() -> None:
     model, data = network(), samples(600)
-    whole = sf.trace(model, data)
+    whole = sf.trace(model, data, tolerance=1e-3)
     found = sf.trace(model, data, samples="auto", tolerance=1e-3)
     assert found == whole
     assert found.exact
@@ -167,6 +167,8 @@ def test_data_that_cannot_be_indexed_are_refused() -> None:
     for data in (DataLoader(Stream(), 50), Again(), DataLoader(batched, batch_size=None)):
         with pytest.raises(sf.InvalidType, match="samples='auto' draws single samples"):
             sf.trace(network(), data, samples="auto")
+    with pytest.raises(sf.InvalidValue, match="draws from the samples of one process"):
+        sf.trace(network(), (x, y), samples="auto", distributed=True)
     with pytest.raises(sf.InvalidValue, match="samples must be 'all' or 'auto'"):
         sf.measure(network(), (x, y), samples=100)
 

@@ -24,6 +24,7 @@ import saltflat as sf
 from saltflat.reproduction import Reproduction
 from saltflat.sweep import Folder, Run, grid, sweep, train_together
 from saltflat.sweep import progress as shown
+from saltflat.sweep.jobs import code_of
 from saltflat.sweep.progress import Tally
 
 HERE = Path(__file__).parent
@@ -80,6 +81,48 @@ def test_runs_of_other_code_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [run.code == first[0].code for run in again] == [True, True, False]
     result = Reproduction("made-up/x", "small", tuple(again), (), (), "")
     assert "of 2 states of its code" in result.circumstances
+
+
+def test_a_helper_of_its_package_is_its_code_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it uses, by way of another module too, and not what lies beside it."""
+    texts = {
+        "house/__init__.py": "",
+        "house/room/__init__.py": "",
+        "house/room/work.py": "from house.room.near import helper\n"
+        "import math\ndef work(settings, device):\n return [{} for _ in settings]\n",
+        "house/room/near.py": "from house.room import far\ndef helper(): return far.x\n",
+        "house/room/far.py": "x = 1\n",
+        "house/room/beside.py": "x = 1\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    work = importlib.import_module("house.room.work").work
+    importlib.import_module("house.room.beside")
+    first = code_of(work)
+    assert len(first) == 12
+    for name, counts in [("beside", False), ("far", True), ("near", True), ("work", True)]:
+        before = code_of(work)
+        with (tmp_path / f"house/room/{name}.py").open("a") as file:
+            file.write("# more\n")
+        assert (code_of(work) != before) == counts
+    assert code_of(print) == ""
+
+
+def test_each_run_tells_of_its_own_circumstances() -> None:
+    runs = [
+        Run({"x": 1}, {}, created="2026-01-02T00:00:00", versions={"torch": "2.4"}),
+        Run({"x": 2}, {}, created="2026-01-01T00:00:00", versions={"torch": "2.5"}),
+        Run({"x": 3}, {}, created="2026-01-01T00:00:00", versions={"torch": "2.4"}),
+    ]
+    more = {"versions": {"torch": "2.6"}, "created": "2026-03-01"}
+    result = Reproduction("made-up/x", "small", tuple(runs), (), (), "", **more)
+    assert "finished 2026-01-02T00:00:00 (torch 2.4; torch 2.5)" in result.circumstances
+    old = Reproduction("made-up/x", "small", (Run({"x": 1}, {}),), (), (), "", **more)
+    assert "finished 2026-03-01 (torch 2.6)" in old.circumstances
 
 
 def test_settings_that_go_together_are_one_call(tmp_path: Path) -> None:

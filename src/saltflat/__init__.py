@@ -15,10 +15,12 @@ from saltflat.curvature import (
     piecewise_linear,
     trace,
 )
+from saltflat.distributed import ShardSampler
 from saltflat.errors import (
     ChangedData,
     CriterionError,
     DataError,
+    DistributedError,
     ForwardError,
     Interrupted,
     InvalidType,
@@ -69,6 +71,7 @@ __all__ = [
     "Density",
     "Detail",
     "Diagonal",
+    "DistributedError",
     "Eigenvalue",
     "Eigenvalues",
     "EntropySGD",
@@ -94,6 +97,7 @@ __all__ = [
     "PropagatedCurvature",
     "Report",
     "SaltflatError",
+    "ShardSampler",
     "SharpnessPenalty",
     "Standing",
     "Tolerances",

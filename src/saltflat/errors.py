@@ -84,6 +84,11 @@ class MissingData(LoadError):
     """A data set is not on this machine and could not be fetched; the message says what to run."""
 
 
+class DistributedError(SaltflatError, RuntimeError):
+    """The processes of a call with distributed=True cannot go on together: one of them is gone, or
+    they do not do the same."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, once there was something to keep: `partial` is a result that says what it lacks.
 

@@ -39,7 +39,7 @@ Source = str | Path | Mapping[str, Any]
 Make = Callable[[], nn.Module]
 _TOLD = 5  # failures, if there is nothing else
 _KEYWORDS = (p.name for p in signature(measure).parameters.values() if p.kind is p.KEYWORD_ONLY)
-_OPTIONS = [name for name in _KEYWORDS if name != "progress"]
+_OPTIONS = [name for name in _KEYWORDS if name not in ("progress", "distributed")]
 
 
 def measure_many(

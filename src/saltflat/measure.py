@@ -29,8 +29,10 @@ from saltflat.curvature import (
     checked_settings,
     derivatives_explained,
 )
+from saltflat.distributed import reduction
 from saltflat.errors import (
     ChangedData,
+    DistributedError,
     Interrupted,
     InvalidType,
     InvalidValue,
@@ -38,6 +40,7 @@ from saltflat.errors import (
     NoSecondDerivative,
     NotApplicable,
     SaltflatError,
+    listed,
     nearest,
 )
 from saltflat.landscape import RiskSurface
@@ -54,7 +57,7 @@ from saltflat.report import (
     standing_of,
 )
 from saltflat.risk import Batch, Output, Risk, Unpack
-from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, grown
+from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, check_samples, grown
 from saltflat.symmetries import Group
 from saltflat.watch import kept
 from saltflat.work import Callback, reporting
@@ -83,6 +86,7 @@ def measure(
     output: Output | None = None,
     seed: int = 0,
     standing: bool = True,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Report:
     """Measure how flat a model's minimum is, by what one sweep gives or by what is named.
@@ -100,7 +104,8 @@ def measure(
         default those that were named raise, the others are skipped. What is wrong with the model,
         the data or the loss as a whole is an error all the same.
     estimator, tolerance : for what cannot be had exactly, and a tolerance that is given also for
-        what can, as in `trace`: every measurement tells its own error.
+        what can, as in `trace`: each kind of curvature that the measures are made of has it, and
+        every measurement tells its own error.
     samples : "all", or "auto" for growing random parts of the data, until `Measurement.interval` of
         every measure reaches at most 2 `tolerance` of its value to either side; see `trace`.
         Measures that are no smooth function of means over samples (`sampling` is None) do not
@@ -108,9 +113,13 @@ def measure(
     seed : of the searches and estimates, and of the order in which samples are drawn.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
         (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.
-    progress : True, False, or a callable of (step, done, total). By default, what will take longer
-        than ten seconds is announced on the error stream, and followed by a line that moves every
-        second; SALTFLAT_PROGRESS=0 in the environment silences that.
+    distributed : True, on every rank of torch's process group, each with its own samples as `data`:
+        measured are those of all ranks together, with the same result on all of them (see
+        `ShardSampler`). Without it a call is of the process alone and waits for no other.
+    progress : True, False, or a callable of (step, done, total); of several ranks, on rank 0. By
+        default, what will take longer than ten seconds is announced on the error stream, and
+        followed by a line that moves every second; SALTFLAT_PROGRESS=0 in the environment silences
+        that.
     Other arguments as in `trace`.
 
     Ctrl-C raises `Interrupted`, a KeyboardInterrupt, once a measure is done: its `partial` is the
@@ -131,22 +140,21 @@ def measure(
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     check_estimator(estimator)
     check_seed(seed)
-    check_choice("samples", samples, get_args(Samples))
     names = parameters if isinstance(parameters, str) else list(parameters)
-    risk_on = partial(
-        Risk, model, loss=loss, parameters=names, dtype=dtype, unpack=unpack, output=output
-    )
+    chosen = partial(Risk, parameters=names, dtype=dtype, unpack=unpack, output=output)
 
     def once(
         data: Any, measures: Sequence[Measure], standing: bool, settings: Settings = settings
     ) -> tuple[Report, Curvature]:
-        risk = risk_on(data)
-        risk.watched.on = True
-        engine = Curvature(risk, curvature, estimator, settings, seed)
-        with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-            return _measured(measures, engine, on_error, standing), engine
+        with reduction(distributed) as together:
+            risk = chosen(model, data, loss, reduction=together)
+            risk.watched.on = True
+            engine = Curvature(risk, curvature, estimator, settings, seed)
+            told = progress if together.rank == 0 else False
+            with reporting(told) as risk.work, risk.session(), derivatives_explained():
+                return _measured(measures, engine, on_error, standing), engine
 
-    if samples == "auto":
+    if check_samples(samples, distributed) == "auto":
         population = Population(data, unpack, seed)
         report, engine = _on_samples(population, settings, once, selection, on_error, standing)
     else:
@@ -266,7 +274,7 @@ def _measured(
                 skipped[each.name] = result
             seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
     except KeyboardInterrupt as stop:
-        if not done:
+        if not done or risk.reduction.ranks > 1:
             raise
         raise Interrupted(_partial(measures, engine, done, skipped, seconds, spent)) from stop
     if failure is not None and not done:
@@ -278,10 +286,20 @@ def _measured(
         stands, remarks = _standing(engine)
         seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
     work.at("done", count, count)
+    _check_agreement(risk, done, skipped)
     certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     notes = (*_notes(risk), *engine.first.notes, *remarks)
     return Report(done, skipped, source, notes, standing=stands)
+
+
+def _check_agreement(risk: Risk, done: Iterable[str], skipped: Iterable[str]) -> None:
+    """Refuse results of which some ranks have more than others: for want of memory, say."""
+    every = risk.reduction.each(lambda: (sorted(done), sorted(skipped)))
+    for rank, (_, other) in enumerate(every):
+        if other != every[0][1]:
+            names = listed(sorted({*other} ^ {*every[0][1]}))
+            raise DistributedError(f"Measured on some ranks only, 0 or {rank}: {names}.")
 
 
 def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
@@ -289,7 +307,7 @@ def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:
     risk, budget = engine.risk, engine.settings.memory_budget
     try:
         return standing_of(RiskSurface(risk, list(risk.parameters), memory_budget=budget))
-    except ChangedData:
+    except (ChangedData, DistributedError):
         raise
     except (SaltflatError, RuntimeError) as reason:
         words = (str(reason) or type(reason).__name__).splitlines()[0]
@@ -426,7 +444,7 @@ def attempt(measure: Measure, context: Context) -> Measurement | str:
     """The measure, or why there is none: what fails for one measure concerns it alone."""
     try:
         return compute_one(measure, context)
-    except ChangedData:
+    except (ChangedData, DistributedError):
         raise
     except SaltflatError as reason:
         return str(reason)

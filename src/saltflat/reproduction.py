@@ -51,6 +51,8 @@ class Reproduction(Printed):
     """What came out of an experiment: all runs, and how and where they were made.
 
     `saltflat reproduce` makes one, `sf.load` reads it from the `results.json` that it wrote.
+    Runs may be older than it: `command`, `device`, `versions` and `created` are of the last call,
+    and every run has its own machine, versions and time.
     """
 
     name: str
@@ -82,15 +84,22 @@ class Reproduction(Printed):
         return sum(run.seconds for run in self.runs) / 3600
 
     @property
+    def finished(self) -> str:
+        """When the last run was; when all was written, where runs do not say."""
+        return max((run.created for run in self.runs if run.created), default=self.created)
+
+    @property
     def circumstances(self) -> str:
         """How many runs on what, when, and by how many states of the code, in a sentence."""
         seeds = f" with seeds {', '.join(map(str, self.seeds))}" if self.seeds else ""
         codes = {run.code for run in self.runs if run.code}
         mixed = f", of {len(codes)} states of its code" if len(codes) > 1 else ""
-        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        made = [run.versions or self.versions for run in self.runs]
+        versions = dict.fromkeys(", ".join(map(" ".join, each.items())) for each in made)
         return (
             f"{len(self.runs)} runs{seeds}{mixed} on {'; '.join(self.machines)}; "
-            f"{spelled(3600 * self.hours)} of computing, finished {self.created} ({versions})."
+            f"{spelled(3600 * self.hours)} of computing, finished {self.finished} "
+            f"({'; '.join(versions)})."
         )
 
     def table(self, width: int) -> Table:

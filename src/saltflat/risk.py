@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from itertools import chain, islice
 from operator import length_hint
 from typing import Any, final
 
@@ -14,9 +15,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from saltflat.distributed import LOCAL, Reduction, aligned, check_padding, one_shard
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -78,7 +86,11 @@ class Batch:
         """Some samples from all over the batch, the first among them: data often come sorted."""
         if count >= self.size:
             return self
-        return self._cut(self.places(count), count)
+        return self.take(self.places(count))
+
+    def take(self, which: list[int]) -> Batch:
+        """Some samples by their places in the batch."""
+        return self._cut(which, len(which))
 
     def places(self, count: int) -> list[int]:
         """Where the samples of `spread` are: one in each stretch, at no regular distance."""
@@ -90,6 +102,11 @@ class Batch:
         cut = [leaf[which] if yes else leaf for leaf, yes in zip(leaves, self.rows, strict=True)]
         inputs, targets = tree_unflatten(cut, structure)
         return Batch(inputs, targets, size, self.where, self.rows)
+
+    def on(self, device: torch.device) -> Batch:
+        """The same samples on another device."""
+        moved = tree_map_only(Tensor, lambda leaf: leaf.to(device), (self.inputs, self.targets))
+        return replace(self, inputs=moved[0], targets=moved[1])
 
     def equals(self, other: Batch) -> bool:
         """Whether another batch holds the same."""
@@ -194,6 +211,9 @@ def _same(a: Any, b: Any) -> bool:
 class Risk:
     """What `loss` would return on one batch that holds all of `data`, in evaluation mode.
 
+    Of several ranks, each with data of its own, it is that of one batch with the data of all, in
+    the order of the ranks: what is summed over samples goes through `reduction`.
+
     Attributes
     ----------
     parameters : the measured parameters by name, in `named_parameters` order.
@@ -211,8 +231,10 @@ class Risk:
         dtype: torch.dtype | None = None,
         unpack: Unpack | None = None,
         output: Output | None = None,
+        reduction: Reduction = LOCAL,
     ) -> None:
         self.model = unwrap(model)
+        self.reduction = reduction
         self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
         self.notes: list[str] = []
         self._items = kept(items_of(data))
@@ -242,6 +264,10 @@ class Risk:
         self._next_token: bool | None = None  # what labels stand for; None until a batch tells
         self._start: RandomState | None = None
         self._passes = 0
+        self._own: int | None = None  # samples here, once they were all read
+        self._sizes: list[int] = []  # samples of every rank, once it was asked for
+        self._first: tuple[int, Batch] | None = None  # of several ranks: whose it is, and it
+        self._look_at_sampler()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -253,11 +279,21 @@ class Risk:
         self._note_switches()
         lent = partial(lend, self.model, measured, self.dtype, beside)
         try:
-            with lent() as loan:
-                yield
-            loan.check_steady(lent, self._answers)
+            with aligned(self.model, self.reduction) as taken:
+                if taken and (note := _TAKEN + listed(taken)) not in self.notes:
+                    self.notes.append(note)
+                with lent() as loan:
+                    yield
+                loan.check_steady(lent, self._answers)
         finally:
             self._start.restore()
+
+    def _look_at_sampler(self) -> None:
+        """See to the samples that a DistributedSampler repeats, or leaves to other ranks."""
+        if self.reduction.ranks > 1:
+            check_padding(self._items)
+        elif note := one_shard(self._items):
+            self.notes.append(note)
 
     def narrow(self, names: Iterable[str]) -> None:
         """Measure some of the parameters alone from here on, inside a session.
@@ -289,7 +325,9 @@ class Risk:
 
     def _answers(self, samples: int | None) -> list[Tensor]:
         """Outputs, and a user's loss, on the first samples, or on all of the first batch."""
-        whole = next(self.batches())
+        whole = next(self.batches(), None)
+        if whole is None:
+            return []  # of several ranks, one without samples
 
         def run(size: int) -> list[Tensor]:
             batch = whole.part(0, size)
@@ -314,13 +352,13 @@ class Risk:
         if self._passes > 0:
             self._start.restore()
         self._passes += 1
-        empty = True
-        tally = Tally()
+        count, tally = 0, Tally()
         for batch in self._read(self._items, tally):
-            empty = False
+            count += batch.size
             yield batch
-        if empty:
-            raise DataError("The data are empty: there is no batch to measure.")
+        if not count and self.reduction.ranks == 1:
+            raise DataError(_EMPTY)
+        self._own = count
         if self.watched.end(tally) and not self._steady:
             again = Tally()
             for _ in self._read(second_reading(self._items, self._start), again):
@@ -330,18 +368,114 @@ class Risk:
             if isinstance(self._items, Kept):
                 self._items.settle()
 
+    def first(self) -> Batch:
+        """The first batch of the data; of several ranks, the first samples of it."""
+        if self.reduction.ranks == 1:
+            return next(self.batches())
+        return self._opened()[1]
+
+    def begun(self) -> tuple[Batch, Iterable[Batch]]:
+        """The first batch of the data, and all of this process."""
+        if self.reduction.ranks > 1:
+            return self.first(), self.batches()
+        batches = self.batches()
+        first = next(batches)
+        return first, chain([first], batches)
+
+    @property
+    def opens(self) -> bool:
+        """Whether the first batch of the data is the first here."""
+        return self.reduction.ranks == 1 or self._opened()[0] == self.reduction.rank
+
+    def _opened(self) -> tuple[int, Batch]:
+        """The first rank that has samples, and the first of them."""
+        if self._first is None:
+            own = self.reduction.each(lambda: next(self.batches(), None) is not None)
+            if not any(own):
+                raise DataError(_EMPTY)
+            who = own.index(True)
+            mine = who == self.reduction.rank
+            told = self.reduction.each(lambda: self._shown(1, _SHOWN) if mine else [])
+            self._first = who, told[who][0].on(self.device)
+        return self._first
+
+    def opening(self, count: int) -> Iterator[Batch]:
+        """The first batches of the data, so many; of several ranks, as many samples of each."""
+        if self.reduction.ranks == 1:
+            return islice(self.batches(), count)
+        told = self.reduction.each(lambda: self._shown(count, count))
+        return (batch.on(self.device) for batch in islice(chain.from_iterable(told), count))
+
+    def _shown(self, batches: int, samples: int) -> list[Batch]:
+        """The first samples here, as they are sent to other ranks."""
+        cpu = torch.device("cpu")
+        return [b.part(0, samples).on(cpu) for b in islice(self.batches(), batches)]
+
+    @property
+    def offset(self) -> int:
+        """How many samples there are on the ranks before this one."""
+        return 0 if self.reduction.ranks == 1 else sum(self.sizes[: self.reduction.rank])
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many samples every rank has; that takes a pass, unless one was made."""
+        self._sizes = self._sizes or self.reduction.each(self._length)
+        return self._sizes
+
+    def _length(self) -> int:
+        if self._own is None:
+            for _ in self.batches():
+                pass
+        assert self._own is not None
+        return self._own
+
+    def seen(self) -> Tally:
+        """What a whole pass sees, on all ranks together; only where the data are watched."""
+        parts = self.reduction.each(self._seen)
+        if len(parts) > 1:
+            sizes = " + ".join(str(part.samples) for part in parts)
+            self.notes.append(f"over {len(parts)} ranks with {sizes} samples")
+            if len({part.checksum for part in parts}) == 1:
+                self.notes.append(
+                    "every rank gave the same samples, so that each counts as often as there are "
+                    "ranks: give each rank its own, by saltflat.ShardSampler"
+                )
+        return reduce(Tally.joined, parts)
+
+    def _seen(self) -> Tally:
+        if self.watched.first is None:  # nothing needed a whole pass
+            for _ in self.batches():
+                pass
+        assert self.watched.first is not None, "they are watched"
+        return self.watched.first
+
+    def insist_on_one_rank(self, why: str) -> None:
+        """Refuse to go on with several ranks where all samples must be together."""
+        if self.reduction.ranks > 1:
+            raise DataError(
+                f"distributed=True cannot be used here: {why}, so that all samples must be in one "
+                "process. Measure on one rank, with all data and without distributed=True."
+            )
+
     def samples(self, first: Batch) -> int | None:
         """About how many there are, if the data tell their length."""
+        if self._own is not None and self.reduction.ranks == 1:
+            return self._own
         if isinstance(getattr(self._items, "dataset", None), IterableDataset):
             return None
         try:
-            return length_hint(self._items) * first.size or None
+            return length_hint(self._items) * first.size * self.reduction.ranks or None
         except NotImplementedError:  # a length of the user's, who has not written it
             return None
+
+    def whole(self, first: Batch) -> int | None:
+        """The same, but of several ranks exactly, and on all of them: ask on all."""
+        return sum(self.sizes) if self.reduction.ranks > 1 else self.samples(first)
 
     def chunks(self, size: int | None) -> Iterator[Batch]:
         """The batches in portions of so many samples; all of them as one for None."""
         if size is None:
+            self.insist_on_one_rank("outputs of a sample depend on the other samples of its batch")
             yield join(list(self.batches()))
             return
         for batch in self.batches():
@@ -349,8 +483,12 @@ class Risk:
                 yield batch.part(start, start + size)
 
     def _read(self, items: Iterable[Any], tally: Tally) -> Iterator[Batch]:
+        ranks = self.reduction
+        whose = f" of rank {ranks.rank}" if ranks.ranks > 1 else ""
         for index, item in enumerate(items):
-            batch = self._batch(item, f"batch {index}")
+            batch = self._batch(item, f"batch {index}{whose}")
+            if not batch.size:
+                continue
             self.watched.see(tally, (batch.inputs, batch.targets), batch.size)
             yield batch
 
@@ -431,6 +569,8 @@ class Risk:
         targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
         inputs = with_decoder_inputs(self.model, inputs, targets)
         size = size_of(inputs, targets, where)
+        if size == 0 and self.reduction.ranks == 1:
+            raise DataError(f"There are no samples in {where}.")
         lists = with_entries(inputs, size), with_entries(targets, size)
         leaves = len(tree_leaves(lists))
         if self._leaves is None:
@@ -536,6 +676,10 @@ class Risk:
             )
         return leaf.detach()
 
+
+_EMPTY = "The data are empty: there is no batch to measure."
+_TAKEN = "buffers that differ between ranks were taken from rank 0: "
+_SHOWN = 32  # samples of one rank that all ranks look at
 
 # How torch says that dtypes do not go together, in its many operations.
 _DTYPES = re.compile(r"dtype|scalar type|data type|[Ii]nput type|not implemented for '|same type")
@@ -697,8 +841,6 @@ def size_of(inputs: Any, targets: Any, where: str) -> int:
             )
     else:
         size = len(leaves[0])
-    if size == 0:
-        raise DataError(f"There are no samples in {where}.")
     return size
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot, sqrt
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final, get_args
 
 import numpy as np
 import torch
@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from saltflat.errors import DataError, InvalidType
+from saltflat.checks import check_choice
+from saltflat.errors import DataError, InvalidType, InvalidValue
 from saltflat.risk import Unpack, has_rows, items_of, size_of, split_item, with_entries
 from saltflat.session import RandomState
 from saltflat.watch import Kept, fixed_order, has_sampler, in_memory, in_order
@@ -51,6 +52,17 @@ NO_PARTS = (
     "samples='auto' needs each sample's own part of {}, which is not known: it is estimated, or no "
     "function of means over samples that count alike. Pass samples='all'."
 )
+
+
+def check_samples(samples: Any, distributed: bool) -> str:
+    """The word, if it is one and can be had."""
+    check_choice("samples", samples, get_args(Samples))
+    if samples == "auto" and distributed:
+        raise InvalidValue(
+            "samples='auto' draws from the samples of one process, and distributed=True has those "
+            "of several. Measure all of them (samples='all'), or on one process."
+        )
+    return str(samples)
 
 
 @final

@@ -38,6 +38,17 @@ class Tally:
     batches: int = 0
     largest: int = 0  # samples of the largest batch
 
+    def joined(self, other: Tally) -> Tally:
+        """What two ranks have seen together."""
+        return Tally(
+            (self.checksum + other.checksum) % 2**64,
+            (self.values + other.values) % 2**64,
+            self.types | other.types,
+            self.samples + other.samples,
+            self.batches + other.batches,
+            max(self.largest, other.largest),
+        )
+
 
 @final
 class Watch:

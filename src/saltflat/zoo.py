@@ -31,8 +31,8 @@ def ibayashi_mlp() -> nn.Sequential:
 def ibayashi_fcnn() -> nn.Sequential:
     """784-512-128-512-10 for MNIST, with biases (the same paper, figure 2 and appendix D).
 
-    The appendix has "three FC layers with 128 or 512 hidden dimensions", which is read as three
-    hidden layers; their order, and that they have biases, are chosen here.
+    The appendix has "three FC layers with 128 or 512 hidden dimensions". That these are hidden
+    layers, their order, and that they have biases, is in the public code of the paper.
     """
     return mlp([784, 512, 128, 512, 10])
 

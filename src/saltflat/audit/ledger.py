@@ -26,6 +26,7 @@ from saltflat.audit.result import (
     judge,
 )
 from saltflat.curvature import Curvature, Estimator, MatrixName, Settings
+from saltflat.distributed import Reduction, one_shard
 from saltflat.errors import InvalidType
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
@@ -59,6 +60,7 @@ class Panel:
     settings: Settings
     unpack: Unpack | None
     output: Output | None
+    reduction: Reduction
     seed: int
     work: Work
     warnings: list[str] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Panel:
             dtype=torch.float64,
             unpack=self.unpack,
             output=self.output,
+            reduction=self.reduction,
         )
         # A rescaled model does the same operations as the first one did; its entries may be of so
         # many sizes that differences tell nothing.
@@ -191,6 +194,10 @@ class Ledger:
         self.trials: Counter[str] = Counter()
         self.notes: list[str] = []
         self.tolerances = tolerances
+        if panel.reduction.ranks > 1:
+            self.notes.append(f"Over the samples of {panel.reduction.ranks} ranks.")
+        elif note := one_shard(panel.data):
+            self.notes.append(f"{note[0].upper()}{note[1:]}.")
         if narrow(model, inputs, panel.output):
             self.tolerances = Tolerances(
                 max(tolerances.closed, _ROUNDED), tolerances.errors, tolerances.searched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,15 +18,16 @@ from saltflat.audit.ledger import Function, Ledger, Panel
 from saltflat.audit.result import Audit, Tolerances
 from saltflat.checks import check_integer, check_seed
 from saltflat.curvature import Estimator, MatrixName, check_estimator, checked_settings
+from saltflat.distributed import Reduction, reduction
 from saltflat.errors import Interrupted, InvalidType, InvalidValue, ModelError
 from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_parameters, scalar
 from saltflat.measure import Selection, left_out, measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
-from saltflat.symmetries import check_copy, duplicate, symmetries
+from saltflat.symmetries import Group, check_copy, duplicate, symmetries
 from saltflat.watch import kept
-from saltflat.work import Callback, reporting
+from saltflat.work import Callback, Work, reporting
 
 # What the kinds are found on and the outputs are compared on, if no example is given.
 _SAMPLES = 32
@@ -51,6 +53,7 @@ def audit(
     unpack: Unpack | None = None,
     output: Output | None = None,
     seed: int = 0,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Audit:
     """Find the rescalings that keep a model's function, and see which measures they move.
@@ -99,9 +102,11 @@ def audit(
     check_estimator(estimator)
     check_seed(seed)
     data = kept(data)  # one for all models
-    with reporting(progress) as work:
+    with reduction(distributed) as together, _shown(together, progress) as work:
+        _check_functions(functions or {}, together)
         work.at("searching rescalings", 0, 1)
-        wide, inputs = _prepared(model, data, loss, parameters, unpack, output, example)
+        common: dict[str, Any] = {"unpack": unpack, "output": output, "reduction": together}
+        wide, inputs = _prepared(model, data, loss, parameters, example, common)
         panel = Panel(
             data=data,
             loss=loss,
@@ -111,13 +116,11 @@ def audit(
             curvature=curvature,
             estimator=estimator,
             settings=settings,
-            unpack=unpack,
-            output=output,
             seed=seed,
             work=work,
+            **common,
         )
-        kinds = families(panel.group)
-        planned = [t for f in kinds for t in trials(f, wide, _spreads(spread), elements, seed)]
+        planned, kinds = _planned(panel.group, wide, spread, elements, seed)
         work.at("the model itself", 0, 1)
         named = measures is not None and measures != "all"
         before, skipped = _split(panel.read(wide, announced=1 + len(planned)), named)
@@ -130,6 +133,19 @@ def audit(
     for warning in panel.warnings:
         warnings.warn(warning, stacklevel=2)
     return result
+
+
+def _shown(together: Reduction, progress: bool | Callback | None) -> AbstractContextManager[Work]:
+    """The work of the audit, which one rank shows."""
+    return reporting(progress if together.rank == 0 else False)
+
+
+def _planned(
+    group: Group, model: nn.Module, spread: float, elements: int, seed: int
+) -> tuple[list[Trial], list[Family]]:
+    """The rescalings to try, and their kinds."""
+    kinds, spreads = families(group), _spreads(spread)
+    return [t for f in kinds for t in trials(f, model, spreads, elements, seed)], kinds
 
 
 def _tried(
@@ -147,7 +163,7 @@ def _tried(
             done += 1
     except KeyboardInterrupt as stop:
         tried = {trial.kind for trial in planned[:done]}
-        if not tried:
+        if not tried or ledger.panel.reduction.ranks > 1:
             raise
         partial_audit = finish(kinds=[family for family in kinds if family.kind in tried])
         note = f"PARTIAL: interrupted after {done} of {len(planned)} rescalings"
@@ -180,6 +196,14 @@ def _check(elements: int, spread: float) -> None:
         raise InvalidValue(f"spread must be a finite number > 1. Got {spread!r}.")
 
 
+def _check_functions(functions: Mapping[str, Function], together: Reduction) -> None:
+    if functions and together.ranks > 1:
+        raise InvalidValue(
+            "functions cannot be audited with distributed=True: each would see the samples of its "
+            "own rank alone. Audit them on one rank, with all data."
+        )
+
+
 def _spreads(spread: float) -> list[float]:
     """Powers of ten up to the spread."""
     decades = range(1, math.ceil(math.log10(spread) - 1e-9))
@@ -191,23 +215,20 @@ def _prepared(
     data: Any,
     loss: LossLike,
     parameters: str | Iterable[str],
-    unpack: Unpack | None,
-    output: Output | None,
     example: Any,
+    common: Mapping[str, Any],
 ) -> tuple[nn.Module, Any]:
     """A float64 copy in which exactly the measured parameters require gradients, and inputs."""
     wide = duplicate(unwrap(model)).double()
-    risk = Risk(
-        wide, data, loss, parameters=parameters, dtype=torch.float64, unpack=unpack, output=output
-    )
+    risk = Risk(wide, data, loss, parameters=parameters, dtype=torch.float64, **common)
     for name, p in wide.named_parameters():
         p.requires_grad_(name in risk.parameters)
     if example is None or not isinstance(risk.loss, Loss):
         with risk.session():
-            few = next(risk.batches()).part(0, _SAMPLES)
+            few = risk.first().part(0, _SAMPLES)
             _check_loss(risk, few, unwrap(model))
         example = few.inputs if example is None else example
-    check_copy(unwrap(model), wide, example, output or logits)
+    check_copy(unwrap(model), wide, example, common["output"] or logits)
     return wide, example
 
 

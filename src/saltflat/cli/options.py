@@ -210,11 +210,14 @@ class Request:
         Matrix.hessian
     )
     tolerance: Annotated[
-        float,
+        float | None,
         _option(
-            "--tolerance", help="Relative error of estimates.", panel=_HOW, callback=above(0.0)
+            "--tolerance",
+            help="Relative error of estimates, 0.05; if given, of what could be exact too.",
+            panel=_HOW,
+            callback=above(0.0),
         ),
-    ] = 0.05
+    ] = None
     seed: Annotated[int, _option("--seed", help="Of all that is random.", panel=_HOW, min=0)] = 0
     device: Annotated[str, _option("--device", help="cpu, cuda, cuda:1, mps.", panel=_HOW)] = "cpu"
     dtype: Annotated[

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.checks import check_choice, check_integer, check_number, check_seed
+from saltflat.checks import check_integer, check_number, check_seed
 from saltflat.curvature.curvature import Curvature, Findings
 from saltflat.curvature.estimators import Estimator, check_estimator
 from saltflat.curvature.loss_hessian import derivatives_explained
@@ -20,11 +21,12 @@ from saltflat.curvature.plan import Certify, Settings
 from saltflat.curvature.products import MatrixName
 from saltflat.curvature.spectrum import Coordinates
 from saltflat.curvature.sweep import Kind
+from saltflat.distributed import reduction
 from saltflat.errors import InvalidType, InvalidValue, ModelError, NotApplicable, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
-from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, grown
+from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, check_samples, grown
 from saltflat.watch import kept
 from saltflat.work import PRODUCT, Callback, reporting
 
@@ -51,6 +53,7 @@ def trace(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Trace:
     """The trace of every parameter's block of the Hessian (or of the Gauss–Newton matrix).
@@ -72,17 +75,19 @@ def trace(
     tolerance : of an estimated block the standard error is to be at most this share of its trace
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
         the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
-        is given, a trace that could be had exactly is drawn too where that is cheaper: from random
-        mixes of the directions of each sample, of which there are many with many classes, until the
-        standard error of the total is within the tolerance as well. Where draws would cost more
-        than all directions, or these cost less than 70 gradients, the trace is exact; the notes
-        tell which.
+        is given, a trace that could be had exactly is estimated too where that is cheaper: of the
+        directions of every sample those that matter are sent backwards and a few of the rest, or
+        random mixes of the rest where there are many (200 classes and more), until the standard
+        error of every block, and of their sum, is small enough. Where it is not cheaper, or another
+        block has to be estimated anyway, the trace is exact; the notes tell which.
     samples : "all", or "auto" for growing random parts of the data, until `Trace.interval` reaches
         at most 2 `tolerance` of the total to either side: it holds the total on all samples with a
         probability of 95 % (`saltflat.subsample` says how, and what it cannot know). Every sample
-        must have a part of its own in what is computed, which estimates do not have. Where half
-        of the samples are not enough, all are measured, as if "all" had been asked for.
-    seed : of the default estimator's noise, and of the order in which samples are drawn.
+        must have a part of its own in what is computed: what is swept for or sketched as a whole
+        has it, other estimates have not. Where half of the samples are not enough, all are
+        measured, as if "all" had been asked for.
+    seed : of the default estimator's noise, of the directions that are chosen, and of the order in
+        which samples are drawn.
     certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
         also takes what seems so on a few samples, which is then not called exact and has no
         standard error; "none" takes nothing, so that every block of the Hessian is estimated.
@@ -90,7 +95,7 @@ def trace(
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
     unpack, output : callables that split an item of the data, and choose the outputs.
-    progress : as in `measure`.
+    distributed, progress : as in `measure`.
 
     Examples
     --------
@@ -110,18 +115,15 @@ def trace(
     >>> low < sf.trace(model, (x, y)).total < high
     True
     """
-    check_choice("samples", samples, get_args(Samples))
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     names = parameters if isinstance(parameters, str) else list(parameters)
-    risk_on = partial(
-        Risk, model, loss=loss, parameters=names, dtype=dtype, unpack=unpack, output=output
-    )
+    options = {"parameters": names, "dtype": dtype, "unpack": unpack, "output": output}
 
     def find(data: Any, settings: Settings) -> tuple[Risk, Findings]:
-        risk = risk_on(data)
-        return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
+        with _risk(distributed, model, data, loss, options) as risk:
+            return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
 
-    if samples == "auto":
+    if check_samples(samples, distributed) == "auto":
         population = Population(data, unpack, check_seed(seed))
         found = _on_samples(population, settings, find, curvature)
         if found is not None:
@@ -147,11 +149,13 @@ def diagonal(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Diagonal:
     """The diagonal of the Hessian (or of the Gauss–Newton matrix), a tensor for every parameter.
 
-    Arguments as in `trace`.
+    Arguments as in `trace`; what can be had exactly is, whatever the tolerance: an entry that few
+    samples feed would have an error that does not hold.
 
     Examples
     --------
@@ -160,9 +164,10 @@ def diagonal(
     >>> sf.diagonal(model, (x, y), "mse")["weight"].round(decimals=3)
     tensor([[1., 1.]], dtype=torch.float64)
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
     _warn(findings)
     return Diagonal(**_blocks(risk, findings, "diagonal", curvature, Tensor.cpu))
 
@@ -182,6 +187,7 @@ def eigenvalues(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Eigenvalues:
     """The k (algebraically) largest eigenvalues of the whole Hessian, or of one parameter's block.
@@ -213,19 +219,37 @@ def eigenvalues(
     >>> list(sf.eigenvalues(model, (x, y), k=1, block="2.weight")[0].vector)
     ['2.weight']
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
-    names = _block(risk, block)
-    size = sum(risk.parameters[name].numel() for name in names)
-    if check_integer("k", k) > size:
-        raise InvalidValue(f"k must be at most {size}, the size of the matrix. Got {k}.")
     settings = checked_settings(1000, memory_budget, "proof")
-    whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
-    # About ten products for every pair, and ten to begin with.
-    whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        risk.work.at("eigenvalues", 0, 1)
-        pairs = whole.eigenpairs(names, k, tol)
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        names = _block(risk, block)
+        size = sum(risk.parameters[name].numel() for name in names)
+        if check_integer("k", k) > size:
+            raise InvalidValue(f"k must be at most {size}, the size of the matrix. Got {k}.")
+        whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
+        # About ten products for every pair, and ten to begin with.
+        whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
+        with _at_work(risk, "eigenvalues", progress):
+            pairs = whole.eigenpairs(names, k, tol)
     return Eigenvalues(tuple(Eigenvalue(*pair, curvature) for pair in pairs), curvature, block)
+
+
+@contextmanager
+def _risk(
+    distributed: bool, model: nn.Module, data: Any, loss: LossLike, options: dict[str, Any]
+) -> Iterator[Risk]:
+    """The risk of this process, or of all ranks, for the length of a call."""
+    with reduction(distributed) as together:
+        yield Risk(model, data, loss, **options, reduction=together)
+
+
+@contextmanager
+def _at_work(risk: Risk, step: str, progress: bool | Callback | None) -> Iterator[None]:
+    """A session of the risk, shown as one step."""
+    told = progress if risk.reduction.rank == 0 else False
+    with reporting(told) as risk.work, risk.session(), derivatives_explained():
+        risk.work.at(step, 0, 1)
+        yield
 
 
 def _block(risk: Risk, block: str | None) -> list[str]:
@@ -254,6 +278,7 @@ def max_eigenvalue(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Eigenvalue:
     """The largest eigenvalue of the whole Hessian, or of the blocks in `parameters` together.
@@ -281,6 +306,7 @@ def max_eigenvalue(
         dtype=dtype,
         unpack=unpack,
         output=output,
+        distributed=distributed,
         progress=progress,
     )[0]
 
@@ -301,6 +327,7 @@ def density(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Density:
     """The density of the eigenvalues of the Hessian, smoothed by a Gaussian kernel, with its error.
@@ -334,18 +361,18 @@ def density(
     >>> abs(mean - sf.trace(model, data).total / density.size) < 4 * error
     True
     """
-    risk = Risk(model, data, loss, parameters=parameters, dtype=dtype, unpack=unpack, output=output)
     check_integer("probes", probes, least=2)
     check_integer("steps", steps, least=2)
     if width is not None:
         check_number("width", width, above=True)
-    names = _block(risk, block)
     settings = checked_settings(1000, memory_budget, "proof")
-    whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
-    whole.foresee = partial(whole.announce, probes * steps * PRODUCT)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        risk.work.at("density", 0, 1)
-        rules = whole.quadratures(names, probes, steps)
+    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    with _risk(distributed, model, data, loss, options) as risk:
+        names = _block(risk, block)
+        whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
+        whole.foresee = partial(whole.announce, probes * steps * PRODUCT)
+        with _at_work(risk, "density", progress):
+            rules = whole.quadratures(names, probes, steps)
     nodes, weights = zip(*rules, strict=True)
     reach = float(max(n.max() for n in nodes) - min(n.min() for n in nodes))
     scale = float(max(n.abs().max() for n in nodes))
@@ -387,9 +414,13 @@ class Operator(LinearOperator):  # type: ignore[misc]
         return object.__new__(_for_scipy())
 
     def __init__(
-        self, risk: Callable[[], Risk], curvature: MatrixName, memory_budget: int | None
+        self,
+        risk: Callable[..., Risk],
+        curvature: MatrixName,
+        memory_budget: int | None,
+        distributed: bool = False,
     ) -> None:
-        self._risk, self.curvature = risk, curvature
+        self._risk, self.curvature, self._distributed = risk, curvature, distributed
         self._settings = checked_settings(1000, memory_budget, "proof")
         self.names = tuple(risk().parameters)
         size = sum(p.numel() for p in risk().parameters.values())
@@ -419,7 +450,7 @@ class Operator(LinearOperator):  # type: ignore[misc]
                 f"The model has {space.size} measured parameters, and had {self.shape[0]} when the "
                 "operator was made. Make another one."
             )
-        images = self._images(risk, [space.split(column) for column in columns])
+        images = self._images([space.split(column) for column in columns])
         return torch.stack([space.join(image).cpu() for image in images], 1).numpy()
 
     def _of_mapping(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -435,12 +466,17 @@ class Operator(LinearOperator):  # type: ignore[misc]
                     f"Got {'nothing' if got is None else tuple(got)}."
                 )
         kinds = {name: (v[name].device, _kind(v[name])) for name in risk.parameters}
-        (image,) = self._images(risk, [{name: v[name].detach() for name in kinds}])
+        (image,) = self._images([{name: v[name].detach() for name in kinds}])
         return {name: image[name].to(*kind) for name, kind in kinds.items()}
 
-    def _images(self, risk: Risk, vectors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        with risk.session(), derivatives_explained():
-            return Curvature(risk, self.curvature, settings=self._settings).images(vectors)
+    def _images(self, vectors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        with reduction(self._distributed) as together:
+            sums = [[float(x.double().sum()) for x in v.values()] for v in vectors]
+            if any(other != sums for other in together.each(lambda: sums)):
+                raise InvalidValue("The ranks multiply other vectors: all must have the same.")
+            risk = self._risk(reduction=together)
+            with risk.session(), derivatives_explained():
+                return Curvature(risk, self.curvature, settings=self._settings).images(vectors)
 
     def _check(self, flat: np.ndarray) -> None:
         size = self.shape[0]
@@ -456,7 +492,8 @@ class Operator(LinearOperator):  # type: ignore[misc]
     _transpose = _adjoint
 
     def __reduce__(self) -> Any:
-        return Operator, (self._risk, self.curvature, self._settings.memory_budget)
+        budget = self._settings.memory_budget
+        return Operator, (self._risk, self.curvature, budget, self._distributed)
 
 
 @cache
@@ -484,6 +521,7 @@ def hessian(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
 ) -> Operator:
     """The Hessian as a linear operator: `sf.hessian(model, data) @ v`, see `Operator`.
 
@@ -503,7 +541,7 @@ def hessian(
     True
     """
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    return _operator("hessian", memory_budget, model, data, loss, options)
+    return _operator("hessian", memory_budget, model, data, loss, options, distributed)
 
 
 def ggn(
@@ -516,6 +554,7 @@ def ggn(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
 ) -> Operator:
     """The Gauss–Newton matrix as a linear operator: `sf.ggn(model, data) @ v`, see `Operator`.
 
@@ -529,7 +568,7 @@ def ggn(
     tensor([1., 2.])
     """
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    return _operator("ggn", memory_budget, model, data, loss, options)
+    return _operator("ggn", memory_budget, model, data, loss, options, distributed)
 
 
 def _operator(
@@ -539,10 +578,12 @@ def _operator(
     data: Any,
     loss: LossLike,
     options: dict[str, Any],
+    distributed: bool,
 ) -> Operator:
     if not isinstance(options["parameters"], str):
         options["parameters"] = list(options["parameters"])
-    return Operator(partial(Risk, model, kept(data), loss, **options), curvature, memory_budget)
+    risk = partial(Risk, model, kept(data), loss, **options)
+    return Operator(risk, curvature, memory_budget, distributed)
 
 
 def _found(
@@ -558,8 +599,7 @@ def _found(
     whole = Curvature(risk, curvature, estimator, settings, check_seed(seed))
     kinds = frozenset({kind})
     whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        risk.work.at(kind, 0, 1)
+    with _at_work(risk, kind, progress):
         return whole.find(kinds)
 
 

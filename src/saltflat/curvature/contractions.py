@@ -449,6 +449,10 @@ class Term(ABC):
     def direction(self, d: int) -> Term:
         """One direction of it."""
 
+    def squares(self, count: int) -> Tensor:
+        """‖G‖² of each of so many directions and of every sample, (D, n), in float64."""
+        return torch.stack([self.direction(d).traces(None) for d in range(count)])
+
     def trace(self, sign: Tensor | None) -> Tensor:
         """Σ s ‖G‖² over directions and samples."""
         return self.traces(sign).sum()
@@ -705,6 +709,9 @@ class Bias(Term):
     def gradient(self) -> Tensor:
         return self.deltas.values
 
+    def squares(self, count: int) -> Tensor:
+        return _squared_norms(self.deltas.values).double()
+
     def diagonal(self, sign: Tensor | None) -> Tensor:
         return self.deltas.squares(sign).sum(0)
 
@@ -736,6 +743,9 @@ class RankOne(Term):
     def weighted(self, weights: Tensor) -> Tensor:
         left = self.deltas.values[0] * weights.to(self.inputs)[:, None]
         return self._assemble(left.mT @ self.inputs)
+
+    def squares(self, count: int) -> Tensor:
+        return (_squared_norms(self.deltas.values) * _squared_norms(self.inputs)).double()
 
     def traces(self, sign: Tensor | None) -> Tensor:
         return (self.deltas.norms(sign) * _squared_norms(self.inputs)).double()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from math import ceil, isfinite, nan
 from time import perf_counter
 from typing import TypeVar, final
@@ -20,6 +20,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
+from saltflat.curvature.adaptive import WHOLE, AdaptiveRank
 from saltflat.curvature.contractions import Weight
 from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
@@ -198,7 +199,7 @@ class Curvature:
     def look(self, first: Batch | None = None) -> Plan:
         """Probe the model on the first batch, and the loss where it is a user's own."""
         risk, certify = self.risk, self.settings.certify
-        first = first or next(risk.batches())
+        first = first or risk.first()
         # One sample alone does not show whether samples depend on each other.
         several = first if first.size > 1 else _gather(risk, first, 4)
         start = perf_counter()
@@ -248,11 +249,9 @@ class Curvature:
 
         `only` tells the parameters that a kind is wanted of, where these are not all.
         """
-        batches = self.risk.batches()
-        first = next(batches)
+        first, stream = self.risk.begun()
         plan = self.look(first)
         chosen = only(self.layers(plan)) if only else {}
-        stream: Iterable[Batch] = chain([first], batches)
         while isinstance(
             findings := _Search(self, kinds, groups, plan, chosen).run(stream, first), Refutation
         ):
@@ -347,7 +346,7 @@ class Curvature:
 
     def _by_sweeps(self, names: Sequence[str], tol: float) -> None:
         """The eigenpairs of the blocks for which sweeps are worth it."""
-        first = next(self.risk.batches())
+        first = self.risk.first()
         plan, hessian = self.look(first), self.matrix == "hessian"
         proved = [n for n in names if not hessian or n not in plan.curved]
         rest = [name for name in proved if plan.rules[name] != GENERIC]
@@ -358,15 +357,19 @@ class Curvature:
         if count > self.settings.max_directions:
             return
         # As much as for the largest of models: this is no chunk, to stay near a processor's cache.
-        budget = self.settings.budget(self.risk.device, weights=1 << 40)
+        budgets = self.risk.reduction.each(
+            lambda: self.settings.budget(self.risk.device, weights=1 << 40)
+        )
+        budget = min(budgets)
         while rest and count <= _WORTH * len(rest):
             store = Gradients(budget)
             sweep = self._swept(rest, store)
             if sweep is None:
                 return
-            for name in set(rest) - store.unserved - store.dropped:
+            store.agree(self.risk.reduction)
+            for name in [n for n in rest if n not in store.unserved | store.dropped]:
                 space = Coordinates(self._only([name]))
-                product = self._paid(store.product(name, sweep.divisor), sweep.samples, plan)
+                product = self._paid(store.product(name, sweep.divisor), sweep.own, plan)
                 self._eigenpairs[(name,), 1, tol] = eigenpairs(product, space, 1, tol, self.seed)
             kept, rest = len(rest) - len(store.dropped), [n for n in rest if n in store.dropped]
             if not kept or sum(store.sizes[n] for n in rest) > _PORTIONS * budget:
@@ -384,7 +387,7 @@ class Curvature:
             sweep = self._swept(list(vectors), images)
             if sweep is None:
                 raise _Refuted
-            return images.products(sweep.divisor)
+            return self.risk.reduction.totals(images.products(sweep.divisor), self.risk.device)
 
         with suppress(_Refuted):
             found = largest_together(products, self._only(names), tol, self.seed)
@@ -397,7 +400,7 @@ class Curvature:
 
         def apply(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
             self.risk.work.add(samples, price)
-            return product(vector)
+            return self.risk.reduction.totals(product(vector), self.risk.device)
 
         return apply
 
@@ -478,7 +481,7 @@ class Curvature:
 
         None where they might not be those of `layers`: that takes a look at gradients.
         """
-        few = next(self.risk.batches()).part(0, 2)
+        few = self.risk.first().part(0, 2)
         with Recorder(self.risk.parameters) as recorder:
             self.risk.forward(few)
         uses = recorder.uses
@@ -531,6 +534,8 @@ class _Search:
         self.estimator = _of_products(given, curvature.seed)
         self.findings = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
         self.joint = self._joint()
+        if self.joint:
+            self.risk.insist_on_one_rank(self.joint)
         linearity = {name: self._linearity(name) for name in self.risk.parameters}
         self.reasons = dict.fromkeys(linearity, self.joint) if self.joint else linearity
         self.linearity = linearity
@@ -542,14 +547,13 @@ class _Search:
         wanted = {n: self._wanted(n) for n in names}
         fisher = frozenset[Kind]() if self.joint else FISHER
         swept = {n: wanted[n] & (fisher | CURVATURE if n in exact else fisher) for n in names}
-        requests = {n: kinds for n, kinds in swept.items() if kinds}
+        requests: Requests = {n: kinds for n, kinds in swept.items() if kinds}
         rest = {n: wanted[n] & CURVATURE for n in names if n not in exact and wanted[n] & CURVATURE}
-        drawn = False if rest or not requests else self._mixed(requests, first)
-        if isinstance(drawn, Refutation):
-            return drawn
-        if drawn:
-            stream = self.risk.batches()
-            requests = {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
+        if requests and not rest and self._may_mix(requests, first):
+            left = self._mixed(requests, first)
+            if isinstance(left, Refutation):
+                return left
+            requests, stream = left, self.risk.batches()
         refutation = self._sweep(requests, stream, first) if requests else None
         if refutation and refutation.directions:
             refutation = self._crowded(requests, rest, refutation.directions)
@@ -637,6 +641,13 @@ class _Search:
         count = self._directions(first)
         if count > self.settings.max_directions and any(k & CURVATURE for k in requests.values()):
             return Refutation(directions=count)
+        if self._may_choose(requests):
+            chosen = self._chosen(requests, stream)
+            if isinstance(chosen, Refutation):
+                return chosen
+            requests, stream = chosen, self.risk.batches()
+            if not requests:
+                return None
         sweep = self._pass(requests, must_be_linear=self.hessian)
         if refutation := sweep.run(stream, self.plan):
             return refutation
@@ -648,6 +659,54 @@ class _Search:
         self._doubt(sweep.samples)
         self.findings.samples = sweep.samples
         return None
+
+    def _may_choose(self, requests: Requests) -> bool:
+        """Whether some of the directions will do, as far as a look at the model tells.
+
+        Not where other blocks are estimated too, whose draws would have to be told apart.
+        """
+        if not self.settings.adaptive or not any(k & CURVATURE for k in requests.values()):
+            return False
+        if self.kinds & WHOLE and not self.groups:
+            self._not_chosen("single entries would have errors that do not hold")
+            return False
+        names = [name for name in self.risk.parameters if self._wanted(name) & CURVATURE]
+        return all(not self.hessian or name not in self.plan.curved for name in names)
+
+    def _not_chosen(self, why: str) -> None:
+        given = f"tolerance={self.settings.tolerance:g}"
+        self.findings.notes.append(f"{given} was not used, all directions were swept: {why}")
+
+    def _chosen(self, requests: Requests, stream: Iterable[Batch]) -> Requests | Refutation:
+        """The directions that matter, within the tolerance; returns what is left to sweep for."""
+        loss, settings = self.whole.loss, self.settings
+        assert isinstance(loss, Loss)
+        wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
+        seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
+        parts = self.risk, loss, settings, self.weights, wanted, self.plan, seed, self.hessian
+        search = AdaptiveRank(*parts)
+        done = search.run(stream)
+        if isinstance(done, Refutation):
+            return done
+        if isinstance(done, str):
+            self._not_chosen(done)
+            return requests
+        note = (
+            f"tolerance={settings.tolerance:g}: {search.sent} of {search.pairs} pairs of a sample "
+            f"and a direction were sent backwards, {done.count} of the last "
+            f"{len(done.pairs.samples)} by chance"
+        )
+        self.findings.notes.append(note)
+        rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}
+        rules = {n: rules.get(n, UNUSED) for n in wanted}
+        for kind in self.kinds & CURVATURE:
+            quantity = done.quantity(kind)
+            if quantity.values:
+                quantity.rules = rules
+                quantity.reasons = {n: f"{self._why(n, rules[n])}; {note}" for n in rules}
+                self._add(kind, quantity)
+        self.findings.samples = search.samples
+        return {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
 
     def _why(self, name: str, rule: str) -> str:
         reason = self.reasons[name] if self.hessian else "Gauss–Newton block, exact for any model"
@@ -668,22 +727,26 @@ class _Search:
                 quantity.draws.pop(name, None)
                 quantity.unknown.add(name)
 
-    def _mixed(self, requests: Requests, first: Batch) -> bool | Refutation:
-        """Draw what could be swept for, if that takes less to reach the tolerance that was given.
-
-        Each draw sends a random mix of all directions of a sample backwards.
-        """
-        wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
-        if not self.settings.adaptive or self.whole.estimator is not None or not wanted:
+    def _may_mix(self, requests: Requests, first: Batch) -> bool:
+        """Whether there are so many directions that random mixes of them may do, for a tolerance
+        that was given."""
+        kinds = frozenset[Kind]().union(*requests.values()) & CURVATURE
+        if not self.settings.adaptive or self.whole.estimator is not None or not kinds:
+            return False
+        if kinds & WHOLE and not self.groups:  # single entries
             return False
         count = self._directions(first)
-        price = count * direction_price(frozenset[Kind]().union(*wanted.values()))
-        if count > self.settings.max_directions or price < _DEAR:
-            return False
+        return count <= self.settings.max_directions and count * direction_price(kinds) > _DEAR
+
+    def _mixed(self, requests: Requests, first: Batch) -> Requests | Refutation:
+        """Random mixes of directions, if they reach the tolerance for less than all directions do;
+        returns what is left to sweep for."""
+        wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         known = self._likeliest(wanted)
         if isinstance(known, Refutation):
             return known
-        top = _LIKELIEST if known else 0
+        top, count = _LIKELIEST if known else 0, self._directions(first)
+        price = count * direction_price(frozenset[Kind]().union(*wanted.values()))
         search = self._estimation(wanted, frozenset(), known, top)
         search.top, search.strict = top, True
         search.settings = replace(self.settings, gradients=price)
@@ -692,9 +755,9 @@ class _Search:
             return done
         asked = f"tolerance={self.settings.tolerance:g}"
         if done is None:
-            note = f"{asked} was not used: draws would cost more than all {count} directions"
+            note = f"{asked}: random mixes would cost more than all {count} directions"
             self.findings.notes.append(note)
-            return False
+            return requests
         tally, _ = done
         some = f"those of the {top} likeliest classes and " if top else ""
         note = (
@@ -703,7 +766,7 @@ class _Search:
         self.findings.notes.append(note)
         self._add_draws(tally, dict.fromkeys(wanted, "sketch"), dict.fromkeys(wanted, note))
         self._doubt(tally.samples)
-        return True
+        return {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
 
     def _likeliest(self, requests: Requests) -> dict[tuple[Kind, str], Tensor] | Refutation:
         """What the directions of the likeliest classes give, where the outputs are one choice."""
@@ -733,7 +796,7 @@ class _Search:
             self._doubt(tally.samples)
             refutation = self._estimated(rest) if rest else None
         if fisher and not refutation:
-            refutation = self._sweep(fisher, self.risk.batches(), next(self.risk.batches()))
+            refutation = self._sweep(fisher, self.risk.batches(), self.risk.first())
             self.findings.samples = 0
         return refutation
 
@@ -764,7 +827,7 @@ class _Search:
     def _draw(self, requests: Requests) -> Refutation | None:
         """Blocks of the Hessian by noise of every sample's own."""
         known: dict[tuple[Kind, str], Tensor] = {}
-        count = self._directions(next(self.risk.batches()))
+        count = self._directions(self.risk.first())
         if count <= min(FEW_DIRECTIONS, self.settings.max_directions):
             sweep = self._pass(requests, must_be_linear=False)
             refutation = sweep.run(self.risk.batches())
@@ -990,7 +1053,7 @@ def _gather(risk: Risk, first: Batch, wanted: int) -> Batch:
     """Some samples, from several batches where one has too few."""
     gathered = [first.part(0, wanted)]
     if first.size < wanted:
-        for batch in islice(risk.batches(), 1, wanted):
+        for batch in islice(risk.opening(wanted), 1, None):
             if leaf_shapes(batch) == leaf_shapes(first) and alike([first, batch]):
                 gathered.append(batch.part(0, wanted))
     return join(gathered).part(0, wanted)

@@ -28,7 +28,7 @@ For v made of the weight and random noise, ⟨v, H v⟩ restricted to a block ha
 Blocks of all layers are probed by the same products: what one layer has to do with another
 averages out, and the standard errors say how far.
 
-Random signs that belong to samples: the same on every device, whatever the chunks are.
+Random signs and numbers that belong to samples: the same on every device, whatever the chunks are.
 
 Every sample of a draw has a key of its own; the k-th 64 signs of it are the bits of a hash of key
 and k (SplitMix64, Steele, Lea and Flood, 2014).
@@ -502,6 +502,14 @@ def _hashed(z: Tensor) -> Tensor:
     z = _shifted(z, 30) * _FIRST
     z = _shifted(z, 27) * _SECOND
     return _shifted(z, 31)
+
+
+def uniforms(samples: range, count: int, *key: int) -> Tensor:
+    """Numbers from [0, 1) that belong to samples, so many to each: (samples, count), float64."""
+    index = torch.arange(samples.start, samples.stop)
+    keys = _hashed((index + 1) * _GOLDEN + mixed(*key))
+    hashes = _hashed(keys[:, None] + torch.arange(1, count + 1) * _GOLDEN)
+    return ((hashes >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 @final

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 
+from saltflat.distributed import Reduction
 from saltflat.errors import DataError, LossError, NoSecondDerivative
 from saltflat.losses import (
     CrossEntropy,
@@ -48,6 +49,14 @@ class Factor:
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         """One draw: directions whose signed outer products average to B; E[noise noiseᵀ] = 1."""
         raise AssertionError("this factor has few directions and is never sketched")
+
+    def sizes(self) -> Tensor:
+        """The squared lengths of the directions, (n, count), in float64."""
+        raise AssertionError("this factor is never chosen from")
+
+    def chosen(self, which: Tensor) -> Tensor:
+        """Some directions of every sample, (D, n, …), by their numbers, (D, n); 0 for −1."""
+        raise AssertionError("this factor is never chosen from")
 
 
 @final
@@ -116,6 +125,46 @@ class SoftmaxFactor(Factor):
 
 
 @final
+class RankedSoftmax(Factor):
+    """The factor of `SoftmaxFactor` with the classes from the likeliest down.
+
+    The first column then holds what is between the likeliest class and the others, at least half of
+    Tr B, and the columns of a confident sample end in next to nothing. Of 1,000 to 2,000 samples of
+    trained networks it takes as many columns to hold 99 % of the trace as eigenvectors do, to a
+    few per cent, and no decomposition.
+    """
+
+    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
+        logits, _ = loss.class_last(outputs, targets)
+        self.shape, self.dim, self.dtype = logits.shape, loss.dim(outputs, targets), outputs.dtype
+        n, classes = len(outputs), logits.shape[-1]
+        flat = logits.double().reshape(n, -1, classes)
+        self.p, self.order = flat.softmax(2).sort(2, descending=True)
+        rest = self.p.flip(2).cumsum(2).flip(2)[:, :, 1:]
+        root = loss.scale(outputs, targets).sqrt().reshape(n, -1, 1)
+        self.at, self.below = SoftmaxFactor.entries(self.p[:, :, :-1], rest, root)
+        self.count = self.at[0].numel()
+
+    def sizes(self) -> Tensor:
+        squares = self.p.square().flip(2).cumsum(2).flip(2)[:, :, 1:]
+        return (self.at.square() + self.below.square() * squares).flatten(1)
+
+    def chosen(self, which: Tensor) -> Tensor:
+        positions, classes = self.p.shape[1:]
+        where, column = which.clamp(min=0) // (classes - 1), which.clamp(min=0) % (classes - 1)
+        rows = torch.arange(len(self.p), device=which.device).expand_as(which)
+        below = torch.arange(classes, device=which.device) > column.unsqueeze(-1)
+        values = -self.p[rows, where] * self.below[rows, where, column].unsqueeze(-1) * below
+        values.scatter_(-1, column.unsqueeze(-1), self.at[rows, where, column].unsqueeze(-1))
+        values = torch.zeros_like(values).scatter_(-1, self.order[rows, where], values)
+        spread = values.new_zeros(*which.shape, positions, classes)
+        there = where[..., None, None].expand(*which.shape, 1, classes)
+        spread.scatter_(2, there, values.unsqueeze(2)).mul_((which >= 0)[..., None, None])
+        placed = spread.reshape(len(which), *self.shape).movedim(-1, self.dim + 1)
+        return placed.to(self.dtype).contiguous()
+
+
+@final
 class SoftmaxSketch(Factor):
     """s (diag p − p pᵀ) = R Rᵀ with R = sqrt(s) (diag r − p rᵀ), r = sqrt(p).
 
@@ -132,15 +181,19 @@ class SoftmaxSketch(Factor):
         self.dim, self.count = loss.dim(outputs, targets), top
         self.p = logits.softmax(-1)
         self.root = loss.scale(outputs, targets).sqrt().to(outputs.dtype).unsqueeze(-1)
-        high, self.order = self.p.topk(top + 1, dim=-1)
-        self.likeliest = self.order[..., top:]
-        self.others = self.p.scatter(-1, self.order[..., :top], 0.0) if top else self.p
+        self.likeliest, self.others = self.p.argmax(-1, keepdim=True), self.p
+        if top:
+            # The same classes in every pass, also where some are equally likely.
+            ranks = torch.sort(self.p, dim=-1, descending=True, stable=True).indices
+            self.order, self.likeliest = ranks[..., :top], ranks[..., top : top + 1]
+            self.others = self.p.scatter(-1, self.order, 0.0)
         self.rest = self.others.sum(-1, keepdim=True)
         if top:
-            self._rank(high[..., :top].double())
+            self._rank()
 
-    def _rank(self, high: Tensor) -> None:
+    def _rank(self) -> None:
         """The entries of the columns that are taken out."""
+        high = self.p.gather(-1, self.order).double()
         tails = torch.cat([high, self.rest.double()], -1).flip(-1).cumsum(-1).flip(-1)
         one = torch.ones((), dtype=high.dtype, device=high.device)
         at, below = SoftmaxFactor.entries(high, tails[..., 1:], one)
@@ -183,6 +236,16 @@ class DiagonalFactor(Factor):
         ].T
         sign = self.sign[:, start:stop].T if self.negative else None
         return values.reshape(count, *self.root.shape), sign
+
+    def sizes(self) -> Tensor:
+        return self.root.double().square().flatten(1)[:, : self.count]
+
+    def chosen(self, which: Tensor) -> Tensor:
+        index, flat = which.clamp(min=0).T, self.root.flatten(1)
+        values = flat.gather(1, index).where(which.T >= 0, 0.0)
+        spread = flat.new_zeros(len(which), *flat.shape)
+        spread.scatter_(2, index.T.unsqueeze(-1), values.T.unsqueeze(-1))
+        return spread.reshape(len(which), *self.root.shape)
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = noise.to(self.root) * self.root
@@ -275,6 +338,19 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool, top: in
             f"The second derivative of the loss {loss.name} is not finite on {batch.where}."
         )
     return DenseFactor(hessian, outputs)
+
+
+def ranked(loss: Loss, outputs: Tensor, batch: Batch) -> Factor | None:
+    """A factor to choose directions from by their size; None for a loss that has none, or that
+    curves down somewhere."""
+    outputs = outputs.detach()
+    if isinstance(loss, CrossEntropy):
+        return RankedSoftmax(loss, outputs, batch.targets)
+    if isinstance(loss, ElementwiseLoss):
+        count = direction_count(loss, outputs, batch.targets)
+        diagonal = DiagonalFactor(loss.curvature(outputs, batch.targets), outputs, count)
+        return None if diagonal.negative else diagonal
+    return None
 
 
 def output_product(
@@ -485,10 +561,16 @@ class Additivity:
             self.entries += outputs.numel()
         return self._of(here)
 
-    def holds_together(self) -> bool:
-        """Whether it is one on all chunks together."""
-        several = len(self.gallery) > 1 and alike(self.gallery)
-        return not several or self._of(join(self.gallery))
+    def holds_together(self, reduction: Reduction, device: torch.device) -> bool:
+        """Whether it is one on all chunks together, those of other ranks too."""
+        gallery = self.gallery
+        if reduction.ranks > 1:
+            cpu = torch.device("cpu")
+            told = reduction.each(lambda: [chunk.on(cpu) for chunk in self.gallery])
+            every = [chunk.on(device) for chunks in told for chunk in chunks]
+            gallery = [c for c in every if c.inputs.shape[1:] == every[0].inputs.shape[1:]]
+        several = len(gallery) > 1 and alike(gallery)
+        return not several or self._of(join(gallery))
 
     def _of(self, samples: Batch) -> bool:
         return _adds_up(self.loss, samples) and _apart(self.loss, samples)

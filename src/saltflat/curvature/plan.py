@@ -151,6 +151,15 @@ class Refutation:
     directions: int = 0  # a sample has so many, more than are sent one by one
     unserved: frozenset[str] = frozenset()  # blocks that draws of their own do not serve
 
+    @property
+    def told(self) -> Refutation:
+        """The same without samples and outputs, as other ranks are told."""
+        if self.plan is None:
+            return self
+        nothing = torch.empty(0)
+        bare = Batch(nothing, nothing, 0, self.plan.seen.where)
+        return replace(self, plan=replace(self.plan, seen=bare, sample_outputs=nothing))
+
 
 def fits(use: Use, rows: Rows) -> bool:
     """Whether a use's input and output can have the samples where `rows` says."""
@@ -524,7 +533,12 @@ class Company:
         rows = [outputs[:2].detach()] + [outputs[-2:].detach()] * (chunk.size > 3)
         if key not in self._known:
             self._known[key] = ends[0], rows[0].clone()
-            return True
+            if self.risk.opens or leaf_shapes(self.risk.first()) != key:
+                return True
+            # The first samples of the data are those of another rank.
+            with torch.no_grad(), Safe():
+                few = self.risk.first().part(0, 2)
+                self._known[key] = few, self.risk.forward(few)
         guest, guest_rows = self._known[key]
         if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
             return True  # nothing to put together

@@ -90,14 +90,28 @@ class Products:
         return dict(zip(self.parameters, sums, strict=True))
 
     def _product(self, v: list[Tensor]) -> list[Tensor]:
-        loss = self.loss
+        loss, risk = self.loss, self.risk
         if isinstance(loss, JointLoss):
+            risk.insist_on_one_rank(f"the loss {loss.name} is not a mean or a sum over samples")
             return self._joint(loss, v)
-        sums = self._zeros()
-        normaliser = 0.0
+        sums = dict(zip(self.parameters, self._zeros(), strict=True))
         additivity = None
         if self._unchecked and isinstance(loss, CustomLoss):
             additivity = Additivity(loss)
+        parts = list(sums.values())
+        normalisers = risk.reduction.each(lambda: self._add(loss, v, parts, additivity))
+        if additivity is not None:
+            if not additivity.holds_together(risk.reduction, risk.device):
+                raise _Refuted(Refutation(joint=True))
+            self._unchecked = False
+        scale = divisor(loss, sum(normalisers))
+        return [total / scale for total in risk.reduction.totals(sums, risk.device).values()]
+
+    def _add(
+        self, loss: Loss, v: list[Tensor], sums: list[Tensor], additivity: Additivity | None
+    ) -> float:
+        """Add what the samples here give to the sums; returns what they add to the normaliser."""
+        normaliser = 0.0
         for batch in self._chunks():
             outputs = self._forward(batch)
             if additivity is not None and not additivity.holds(outputs, batch):
@@ -114,11 +128,7 @@ class Products:
                 parts = self._grad(outputs, image)
             _accumulate(sums, parts)
             self.risk.work.add(batch.size, PRODUCT)
-        if additivity is not None:
-            if not additivity.holds_together():
-                raise _Refuted(Refutation(joint=True))
-            self._unchecked = False
-        return [s / divisor(loss, normaliser) for s in sums]
+        return normaliser
 
     def _joint(self, loss: JointLoss, v: list[Tensor]) -> list[Tensor]:
         tangents, batches = [], []
@@ -159,9 +169,9 @@ class Products:
         if self._calls == 0:  # later products have the same graphs
             insist_on_derivatives(outputs, self.parameters.values())
             if taken_for_cross_entropy(self.loss, self.risk) and not log_softmax_head(outputs, 1):
-                raise _Refuted(Refutation(replace(self.plan, log_probabilities=False)))
+                raise _Refuted(Refutation(replace(self.plan, log_probabilities=False)).told)
             if not self.plan.coupled and not self._company.is_indifferent(batch, outputs):
-                raise _Refuted(Refutation(replace(self.plan, coupled=True)))
+                raise _Refuted(Refutation(replace(self.plan, coupled=True)).told)
         return outputs
 
     def _zeros(self) -> list[Tensor]:

@@ -55,6 +55,7 @@ from saltflat.curvature.sweep import (
     send,
     slope,
 )
+from saltflat.distributed import Reduction
 from saltflat.losses import Loss, divisor
 from saltflat.risk import Batch, Risk
 
@@ -88,6 +89,11 @@ class SketchPass(Pass):
     traces: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # by block, first sample
     shiftless: set[str] = field(default_factory=set)  # probed blocks that probes cannot serve
 
+    def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
+        # The noise of a sample depends on its place in all data, not on its rank or batch.
+        self._offset = 0 if self.alone else self.risk.offset
+        return super().run(batches, first)
+
     def copes(self, plan: Plan) -> bool:
         """Blocks whose rest is not drawn must have none, if the Hessian is asked for."""
         drawn = self.sketch.propagated | self.sketch.probed
@@ -113,8 +119,8 @@ class SketchPass(Pass):
             super().commit(key, value)
 
     def trace(self, name: str) -> Tensor:
-        """(draws, samples), not divided by the loss's normaliser; 0 where nothing arrived."""
-        whole = torch.zeros(len(self.sketch.draws), self.samples, dtype=torch.float64)
+        """(draws, samples here), not divided by the loss's normaliser; 0 where nothing arrived."""
+        whole = torch.zeros(len(self.sketch.draws), self.own, dtype=torch.float64)
         for start, part in self.traces.get(name, {}).items():
             whole[:, start : start + part.shape[1]] = part
         return whole
@@ -164,7 +170,7 @@ class SketchPass(Pass):
         everything = frozenset(self.requests)
         for k, draw in enumerate(sketch.draws):
             size, outputs = chunk.batch.size, chunk.outputs.detach()
-            signs = Signs(outputs, size, chunk.first, sketch.seed, chunk.index, draw)
+            signs = Signs(outputs, size, chunk.place, sketch.seed, 0, draw)
             loss: tuple[Tensor, Tensor | None] | None = None
             if sides is not None:
                 loss = sides.sketch(signs(outputs.shape))
@@ -265,16 +271,18 @@ class Tally:
         self.names, self.known = list(names), known  # `known`: the part that is not drawn
         self.count = self.samples = 0
         self.scale = 1.0
-        self.mean: dict[str, Tensor] = {}
+        self.mean: dict[str, Tensor] = {}  # of the samples here
         self.spread: dict[str, Tensor] = {}
+        # Of all samples: the sums of means, of spreads, and of the squares of the spreads' shares.
+        self.whole: dict[str, tuple[float, float, float]] = {}
         self.sums: dict[str, list[Tensor]] = {}  # of traces, draw by draw
-        self.alike = False  # whether samples count alike
+        self.alike = False  # whether samples are all here, and count alike
         self.others: dict[Kind, Draws] = {}
 
     def add(self, done: SketchPass, groups: int) -> None:
         """The draws of one more pass over all samples."""
         self.scale = divisor(done.loss, done.normaliser)
-        self.alike = done.even and done.loss.mean
+        self.alike = done.even and done.loss.mean and done.reduction.ranks == 1
         traces = {name: done.trace(name) for name in self.names}
         traces[_ALL] = torch.stack(list(traces.values())).sum(0)
         fresh = len(done.sketch.draws)
@@ -287,7 +295,7 @@ class Tally:
                 spread += self.spread[name] + change.square() * self.count * fresh / both
                 mean = self.mean[name] + change * fresh / both
             self.mean[name], self.spread[name] = mean, spread
-            self.sums.setdefault(name, []).append(values.sum(1))
+        self._add_up(traces, done.reduction)
         for kind in frozenset[Kind]().union(*done.requests.values()) - _TRACES:
             draws = self.others.setdefault(kind, Draws(groups))
             names = [name for name in self.names if kind in done.requests[name]]
@@ -296,18 +304,29 @@ class Tally:
                 draws.add({n: sums[n][k] + self.known.get((kind, n), 0.0) for n in names})
         self.count, self.samples = both, done.samples
 
+    def _add_up(self, traces: Mapping[str, Tensor], reduction: Reduction) -> None:
+        """Over the samples of all ranks."""
+        cpu = torch.device("cpu")
+        both = {n: torch.stack([self.mean[n].sum(), self.spread[n].sum()]) for n in traces}
+        sums = reduction.totals(
+            {n: torch.cat([both[n], values.sum(1)]) for n, values in traces.items()}, cpu
+        )
+        shares = {n: self.spread[n] / (total[1] or 1.0) for n, total in sums.items()}
+        squares = reduction.totals({n: each.square().sum() for n, each in shares.items()}, cpu)
+        for name, total in sums.items():
+            self.whole[name] = float(total[0]), float(total[1]), float(squares[name])
+            self.sums.setdefault(name, []).append(total[2:])
+
     def error(self, name: str) -> tuple[float, float]:
         """The standard error of a block's trace, and its degrees of freedom."""
-        variances = self.spread[name] / (self.count - 1)
-        total = float(variances.sum())
-        if total == 0:
+        _, spread, squares = self.whole[name]
+        if spread == 0:
             return 0.0, inf
-        shares = variances / total
-        degrees = degrees_of_freedom(self.count) / float(shares.square().sum())
-        return sqrt(total / self.count) / self.scale, degrees
+        variance = spread / (self.count - 1)
+        return sqrt(variance / self.count) / self.scale, degrees_of_freedom(self.count) / squares
 
     def value(self, name: str) -> float:
-        drawn = float(self.mean[name].sum()) / self.scale
+        drawn = self.whole[name][0] / self.scale
         return drawn + float(self.known.get(("trace", name), 0.0))
 
     def quantity(self, kind: Kind, groups: int) -> Quantity:
@@ -462,7 +481,7 @@ class Estimation:
             if refutation is not None:
                 return refutation
             self.spent += _SETUP + len(draws) * sketch.price
-            self.risk.work.add(done.samples, _SETUP)
+            self.risk.work.add(done.own, _SETUP)
             tally.add(done, self.groups)
             if self.fixed is None and self._enough(tally, gauss_newton, tally.count):
                 return tally, ways
@@ -511,7 +530,7 @@ class Estimation:
     ) -> tuple[SketchPass, Refutation | None]:
         """A pass over all samples, or over a few whose draws are thrown away."""
         parts = self.risk, self.loss, self.requests, self.settings, self.weights
-        done = SketchPass(*parts, sketch=sketch)
+        done = SketchPass(*parts, alone=few is not None, sketch=sketch)
         if few is None:
             return done, done.run(self.risk.batches())
         # Elsewhere in their batch than those that were looked at.
@@ -544,8 +563,8 @@ class Estimation:
         """Some samples for a pilot."""
         few: list[Batch] = []
         wanted, whole = _PILOT_SAMPLES, None
-        for batch in self.risk.batches():
-            whole = whole or self.risk.samples(batch)
+        for batch in self.risk.opening(wanted):
+            whole = whole or self.risk.whole(batch)
             few.append(batch.part(0, wanted))
             wanted -= few[-1].size
             if wanted <= 0:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from saltflat.checks import check_number
 from saltflat.curvature.contractions import Layout, Lookup, Outer, Term
+from saltflat.distributed import Reduction
 from saltflat.errors import SaltflatError
 
 Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -397,8 +398,16 @@ class Gradients:
             for place, parts in self._chunks.items():
                 self._chunks[place] = [(n, part) for n, part in parts if n != largest]
 
+    def agree(self, reduction: Reduction) -> None:
+        """What one rank does not keep, none does."""
+        told = reduction.each(lambda: (self.sizes, self.unserved, self.dropped))
+        for sizes, unserved, dropped in told:
+            self.sizes |= sizes
+            self.unserved |= unserved
+            self.dropped |= dropped
+
     def product(self, name: str, scale: float) -> Product:
-        """With one parameter's block of C / scale."""
+        """With one parameter's block of C / scale; of several ranks, with the part here."""
         parts = [part for each in self._chunks.values() for n, part in each if n == name]
 
         def apply(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -436,6 +445,6 @@ class Images:
             self._sums[name] += image
 
     def products(self, scale: float) -> dict[str, Tensor]:
-        """Once the sweep is over."""
+        """Once the sweep is over; of several ranks, the part here."""
         self._commit()
         return {name: total / scale for name, total in self._sums.items()}

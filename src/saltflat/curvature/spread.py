@@ -29,10 +29,10 @@ class Spread:
 
     blocks: tuple[str, ...]
     count: int = 0
-    _rows: list[Tensor] = field(default_factory=list)  # every `_stride`-th sample's numbers
-    _stride: int = 1
     _mean: Tensor = field(default_factory=lambda: torch.zeros(()))
     _scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
+    _rows: list[Tensor] = field(default_factory=list)  # every `_stride`-th sample's numbers
+    _stride: int = 1
 
     @property
     def names(self) -> frozenset[str]:
@@ -48,15 +48,23 @@ class Spread:
             self._merge(torch.zeros(size, len(self.blocks), dtype=torch.float64))
 
     def _merge(self, rows: Tensor) -> None:
-        """By the pairwise formula, which loses no digits to a mean that is large."""
-        size, mean = len(rows), rows.mean(0)
         self._keep(rows)
+        mean = rows.mean(0)
         centred = rows - mean
+        self.join(Spread(self.blocks, len(rows), mean, centred.mT @ centred))
+
+    def join(self, other: Spread) -> None:
+        """Its samples too, by the pairwise formula: no digits are lost to a mean that is large."""
+        mean = other._mean
         change = mean - self._mean.to(mean)
-        share = self.count * size / (self.count + size)
-        self._scatter = self._scatter.to(mean) + centred.mT @ centred + share * change.outer(change)
-        self.count += size
-        self._mean = self._mean.to(mean) + change * (size / self.count)
+        share = self.count * other.count / (self.count + other.count)
+        self._scatter = self._scatter.to(mean) + other._scatter + share * change.outer(change)
+        self.count += other.count
+        self._mean = self._mean.to(mean) + change * (other.count / self.count)
+        if other._rows:
+            stride = max(self._stride, other._stride)
+            self._rows = [part for each in (self, other) for part in each._thinned(stride)]
+            self._stride = stride
 
     def _keep(self, rows: Tensor) -> None:
         """For the skewness; of more samples than fit in `_MOST_KEPT`, evenly fewer."""
@@ -65,10 +73,15 @@ class Spread:
             self._rows = [torch.cat(self._rows)[::2]]
             self._stride *= 2
 
+    def _thinned(self, stride: int) -> list[Tensor]:
+        """Every `stride`-th sample's numbers, a multiple of its own."""
+        return [torch.cat(self._rows)[:: stride // self._stride]] if self._rows else []
+
     def scaled(self, factor: float) -> Spread:
-        """Of the numbers times a factor, on the CPU."""
+        """Of the numbers times a factor, on the CPU; their skewness is the same."""
         mean, scatter = factor * self._mean.cpu(), factor**2 * self._scatter.cpu()
-        return replace(self, _mean=mean, _scatter=scatter)
+        rows = [part.cpu() for part in self._thinned(self._stride)]
+        return replace(self, _mean=mean, _scatter=scatter, _rows=rows)
 
     def stderr(self, weights: Mapping[str, float]) -> float | None:
         """Of Σ weights · means; None of a single sample."""
@@ -80,7 +93,7 @@ class Spread:
 
     def skewness(self, weights: Mapping[str, float]) -> float:
         """Of Σ weights · the numbers of a sample; 0 where they are all the same."""
-        rows = torch.cat(self._rows).cpu()
+        rows = torch.cat(self._rows)
         values = rows @ torch.tensor([weights.get(n, 0.0) for n in self.blocks], dtype=rows.dtype)
         centred = values - values.mean()
         spread = float(centred.square().mean().sqrt())

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, Protocol, final, get_args
 
 import torch
@@ -41,6 +42,7 @@ from saltflat.curvature.plan import (
 from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Safe, Use
 from saltflat.curvature.spread import Spread
+from saltflat.distributed import LOCAL, Reduction
 from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
@@ -215,16 +217,20 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
     Embeddings, whose inputs are rows examined up, and layers that no rule knows have no scale.
     """
     moments: dict[str, Tensor] = {}  # (3, inputs): count, Σ x, Σ x²
-    for part in risk.chunks(chunk):
-        with Recorder(risk.parameters) as recorder:
-            risk.forward(part)
-        for use in recorder.uses:
-            name = use.names.get("weight")
-            features = use.features() if name in matrices else None
-            if name is not None and features is not None:
-                added = _moments(features.double())
-                moments[name] = moments[name] + added if name in moments else added
-    return {name: _scale(m) for name, m in moments.items()}
+
+    def gather() -> None:
+        for part in risk.chunks(chunk):
+            with Recorder(risk.parameters) as recorder:
+                risk.forward(part)
+            for use in recorder.uses:
+                name = use.names.get("weight")
+                features = use.features() if name in matrices else None
+                if name is not None and features is not None:
+                    added = _moments(features.double())
+                    moments[name] = moments[name] + added if name in moments else added
+
+    risk.reduction.each(gather)
+    return {n: _scale(m) for n, m in risk.reduction.totals(moments, risk.device).items()}
 
 
 def _moments(x: Tensor) -> Tensor:
@@ -254,9 +260,23 @@ class Chunk:
     plan: Plan
     index: int  # of the batch
     first: int  # sample of it
+    place: int  # of that sample in all data
 
     def rows(self, use: Use) -> Rows:
         return Rows(self.batch.size, sample_dim(use, self.plan))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a pass has counted on one rank."""
+
+    samples: int
+    normaliser: float
+    counted: int
+    even: bool
+    rules: Mapping[str, set[str]]
+    spreads: Mapping[Kind, Spread] = field(default_factory=dict)
 
 
 def slope(loss: Loss, chunk: Chunk) -> Tensor:
@@ -285,13 +305,16 @@ class Pass(ABC):
     requests: Requests
     settings: Settings
     weights: Mapping[str, Weight]
-    samples: int = 0  # that were gone through
+    alone: bool = False  # whether every rank makes it on the same samples, and reduces nothing
+    samples: int = 0  # that were gone through; in the end, those of all ranks …
+    own: int = 0  # … and those here
     counted: int = 0  # samples that the loss does not ignore
     normaliser: float = 0.0
     rules: dict[str, set[str]] = field(default_factory=dict)
     sums: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)
     pending: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # until a chunk is done
     even: bool = True  # whether all samples count alike
+    _offset: int = 0  # samples of the ranks before
     _generic: PerSample | None = None
     _size: int | None = None  # samples a chunk, once memory has run out
     _additivity: Additivity | None = None
@@ -327,24 +350,57 @@ class Pass(ABC):
 
         It was not where the data are read again: they may come in another order.
         """
-        for index, batch in enumerate(batches):
-            plan = first if index == 0 and batch.size > 1 else None
-            if plan is None:
-                plan = plan_for(self.risk, batch, self.settings.certify, own=index == 0)
-            if refutation := self._batch(batch, index, plan):
-                return refutation
-        if self._additivity is not None and not self._additivity.holds_together():
+        opens = self.alone or self.risk.opens
+        found = self.reduction.each(lambda: self._over(batches, first, opens))
+        self.own = self.samples
+        if refutations := [refutation for refutation in found if refutation is not None]:
+            return refutations[0]
+        together = self.reduction, self.risk.device
+        if self._additivity is not None and not self._additivity.holds_together(*together):
             return Refutation(joint=True)
+        if self.reduction.ranks > 1:
+            self._join(self.reduction.each(self._part))
+            self.sums = self.reduction.totals(self.sums, self.risk.device)
         return None
 
-    def _batch(self, batch: Batch, index: int, plan: Plan) -> Refutation | None:
+    @property
+    def reduction(self) -> Reduction:
+        return LOCAL if self.alone else self.risk.reduction
+
+    def _over(self, batches: Iterable[Batch], first: Plan | None, opens: bool) -> Refutation | None:
+        """Go through the samples here; `opens` if they begin with the first of all."""
+        for index, batch in enumerate(batches):
+            begins = opens and index == 0
+            plan = first if begins and batch.size > 1 else None
+            if plan is None:
+                plan = plan_for(self.risk, batch, self.settings.certify, own=begins)
+            if refutation := self._batch(batch, index, plan, begins):
+                return refutation.told
+        return None
+
+    def _part(self) -> Part:
+        return Part(self.samples, self.normaliser, self.counted, self.even, self.rules)
+
+    def _join(self, parts: Sequence[Part]) -> None:
+        """Put the ranks' counts in the place of one's own."""
+        whole = self.normaliser = sum(part.normaliser for part in parts)
+        self.samples = sum(part.samples for part in parts)
+        self.counted = sum(part.counted for part in parts)
+        shares = [(part.normaliser, part.samples * whole / self.samples) for part in parts]
+        alike = all(abs(own - share) <= 1e-9 * own for own, share in shares)
+        self.even = alike and all(part.even for part in parts)
+        for part in parts:
+            for name, rules in part.rules.items():
+                self.rules.setdefault(name, set()).update(rules)
+
+    def _batch(self, batch: Batch, index: int, plan: Plan, begins: bool) -> Refutation | None:
         start, examined = 0, -1  # `examined`: the chunk that was looked at as a whole
         while start < batch.size:
             size = min(self._size or self.chunk_size(plan, batch), batch.size - start)
             chunk = batch.part(start, start + size)
             self.pending = {}
             try:
-                done = self._samples(chunk, index, start, plan)
+                done = self._samples(chunk, index, start, plan, begins and start == 0)
             except (RuntimeError, MemoryError) as error:
                 if plan.channels_last and not out_of_memory(error):
                     plan = replace(plan, channels_last=False)  # it may not bear that layout
@@ -398,23 +454,24 @@ class Pass(ABC):
         return self.settings.budget(self.risk.device, weights)
 
     def _samples(
-        self, chunk: Batch, index: int, first: int, plan: Plan
+        self, chunk: Batch, index: int, first: int, plan: Plan, begins: bool
     ) -> tuple[float, int, bool] | Refutation:
         """Put the chunk's sums into `pending`; return its part of the normaliser, how many samples
-        count, and whether alike."""
+        count, and whether alike. `begins` of the first samples of all."""
         if plan.channels_last:
             chunk = channels_last(chunk)
         with Recorder(self.risk.parameters) as recorder:
             outputs = self.risk.forward(chunk)
         self.risk.check(outputs, chunk)
-        if index == 0 and first == 0 and not self._as_probed(plan, chunk, outputs):
+        if begins and not self._as_probed(plan, chunk, outputs):
             return Refutation(replace(plan, coupled=True))
         proof = proof_of(self.risk, chunk, outputs, self.loss)
         plan = self._plan(plan, chunk, outputs, recorder.uses, proof)
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
         normaliser = self.loss.normaliser(outputs, chunk.targets)
-        passed = Chunk(chunk, outputs, recorder.uses, plan, index, first)
+        place = self._offset + self.samples
+        passed = Chunk(chunk, outputs, recorder.uses, plan, index, first, place)
         if outputs.requires_grad and (refutation := self.measure(passed)):
             return refutation
         for name in self.requests:
@@ -506,6 +563,15 @@ class Pass(ABC):
             del each
         for name, parts in terms.items():
             yield name, combine(parts)
+
+    def together(self, chunk: Chunk) -> int:
+        """How many directions fit the budget at a time."""
+        outputs, share = chunk.outputs, self.budget() // 2
+        width = outputs.element_size() * len(outputs)
+        entries = chunk.plan.delta_entries + outputs[0].numel()
+        names = self.written_out(chunk.plan, CURVATURE)
+        written = sum(self.risk.parameters[name].numel() for name in names)
+        return max(1, share // max(1, width * entries, outputs.element_size() * written))
 
     def written_out(self, plan: Plan, kinds: frozenset[Kind]) -> list[str]:
         """The parameters that go the per-sample way."""
@@ -601,6 +667,18 @@ class ExactPass(Pass):
                 spread.add(size, self._apart.get(kind, {}))
         self._apart = {}
 
+    def _part(self) -> Part:
+        spreads = {kind: spread.scaled(1.0) for kind, spread in self.spreads.items()}
+        return replace(super()._part(), spreads=spreads)
+
+    def _join(self, parts: Sequence[Part]) -> None:
+        super()._join(parts)
+        self.spreads = {}
+        for kind, spread in chain.from_iterable(part.spreads.items() for part in parts):
+            if not (self.even and self.loss.mean):
+                return
+            self.spreads.setdefault(kind, Spread(spread.blocks)).join(spread)
+
     def spread(self, kind: Kind) -> Spread | None:
         """How the samples' parts of a quantity vary, on its scale; None if they do not count alike
         or are not known."""
@@ -610,18 +688,12 @@ class ExactPass(Pass):
 
     def _directions(self, chunk: Chunk) -> Iterator[Directions]:
         """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
-        outputs, plan = chunk.outputs, chunk.plan
         if self.wants(FISHER):
             yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
         if not self.wants(CURVATURE):
             return
-        sides = factor(self.loss, outputs, chunk.batch, sketched=self.top > 0, top=self.top)
-        width = outputs.element_size() * len(outputs)
-        share = self.budget() // 2
-        group = max(1, share // max(1, width * (plan.delta_entries + outputs[0].numel())))
-        names = self.written_out(plan, CURVATURE)
-        written = sum(self.risk.parameters[name].numel() for name in names)
-        group = min(group, max(1, share // max(1, outputs.element_size() * written)))
+        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=self.top > 0, top=self.top)
+        group = self.together(chunk)
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 

@@ -120,6 +120,12 @@ class Surface(ABC):
             if part is not None:
                 total += part
 
+    def _reduce(self, sums: Gradient | None) -> None:
+        """Put the sums over all ranks in the place of those here."""
+        if sums and self.risk.reduction.ranks > 1:
+            for name, total in self.risk.reduction.totals(sums, self.risk.device).items():
+                sums[name].copy_(total)
+
 
 class _InCompany(Exception):
     """The outputs of a sample depend on the other samples of its batch."""
@@ -144,15 +150,23 @@ class RiskSurface(Surface):
     def accuracy(self, v: Vector | None = None) -> float | None:
         """The share of positions whose largest output is at the target, at θ + v; None if targets
         are no classes. A further forward pass."""
-        hits = count = 0
         with self.at(v or {}):
-            for batch, outputs in self.answers():
-                loss = self.loss
-                right = loss.right(outputs, batch.targets) if isinstance(loss, Loss) else None
-                if right is None:
-                    return None
-                hits, count = hits + right[0], count + right[1]
+            found = self.risk.reduction.each(self._right)
+        if None in found:
+            return None
+        hits, count = map(sum, zip(*found, strict=True))
         return hits / count
+
+    def _right(self) -> tuple[int, int] | None:
+        """How many classes are named rightly here, and of how many."""
+        hits = count = 0
+        for batch, outputs in self.answers():
+            loss = self.loss
+            right = loss.right(outputs, batch.targets) if isinstance(loss, Loss) else None
+            if right is None:
+                return None
+            hits, count = hits + right[0], count + right[1]
+        return hits, count
 
     def _evaluate(self, sums: Gradient | None) -> float:
         def attempt(size: int) -> float:
@@ -175,10 +189,24 @@ class RiskSurface(Surface):
         return outputs
 
     def _over_chunks(self, sums: Gradient | None) -> float:
-        loss = self.loss
-        if isinstance(loss, CustomLoss | JointLoss):
-            return self._together(loss.call, sums)
+        loss, risk = self.loss, self.risk
         assert loss is not None, "it was looked at"
+        if self.coupled:
+            risk.insist_on_one_rank("outputs of a sample depend on the other samples of its batch")
+        if isinstance(loss, JointLoss):
+            risk.insist_on_one_rank(f"the loss {loss.name} is not a mean or a sum over samples")
+        found = risk.reduction.each(lambda: self._sum(loss, sums))
+        value, normaliser = map(sum, zip(*found, strict=True))
+        self._reduce(sums)
+        scale = divisor(loss, normaliser) if isinstance(loss, Loss) else 1.0
+        for entry in (sums or {}).values():
+            entry /= scale
+        return value / scale
+
+    def _sum(self, loss: Loss | JointLoss, sums: Gradient | None) -> tuple[float, float]:
+        """The loss summed over the samples here, and its normaliser."""
+        if isinstance(loss, CustomLoss | JointLoss):
+            return self._together(loss, sums)
         value = normaliser = 0.0
         for batch in self._chunks():
             outputs = self._forward(batch)
@@ -187,12 +215,9 @@ class RiskSurface(Surface):
             value += total.item()
             if sums is not None:
                 self._add(sums, batch.size, total)
-        scale = divisor(loss, normaliser)
-        for entry in (sums or {}).values():
-            entry /= scale
-        return value / scale
+        return value, normaliser
 
-    def _together(self, call: Callable[..., Tensor], sums: Gradient | None) -> float:
+    def _together(self, loss: CustomLoss | JointLoss, sums: Gradient | None) -> tuple[float, float]:
         """A user's loss is what it returns on all outputs at once; it need not add up.
 
         Its gradient in the outputs is then sent backwards, chunk by chunk.
@@ -202,18 +227,20 @@ class RiskSurface(Surface):
             for batch in self._chunks():
                 outputs = self._forward(batch)
                 seen.append(batch.answered(outputs))
+        if not seen:
+            return 0.0, 0.0  # of several ranks, one without samples
         everything = join(seen)
-        if sums is None:
-            return scalar(call, everything.inputs, everything.targets).item()
-        o = everything.inputs.requires_grad_()
-        value = scalar(call, o, everything.targets)
-        (slope,) = torch.autograd.grad(value, o)
-        first = 0
-        for batch in self._chunks():
-            outputs = self._forward(batch)
-            self._add(sums, batch.size, outputs, slope[first : first + batch.size])
-            first += batch.size
-        return value.item()
+        weight = everything.size if isinstance(loss, CustomLoss) and loss.mean else 1
+        o = everything.inputs.requires_grad_(sums is not None)
+        value = scalar(loss.call, o, everything.targets) * weight
+        if sums is not None:
+            (slope,) = torch.autograd.grad(value, o)
+            first = 0
+            for batch in self._chunks():
+                outputs = self._forward(batch)
+                self._add(sums, batch.size, outputs, slope[first : first + batch.size])
+                first += batch.size
+        return value.item(), float(everything.size)
 
     def _chunks(self) -> Iterator[Batch]:
         return self.risk.chunks(None if self.coupled else self.chunk)
@@ -237,11 +264,20 @@ class BatchSurface(Surface):
     batches = 0
 
     def _evaluate(self, sums: Gradient | None) -> float:
-        value = 0.0
-        self.batches = 0
+        found = self.risk.reduction.each(lambda: self._over_batches(sums))
+        value = sum(part for part, _, _ in found)
+        self.batches = sum(count for _, count, _ in found)
+        self.batch_size = max(size for _, _, size in found)
+        self._reduce(sums)
+        for entry in (sums or {}).values():
+            entry /= self.batches
+        return value / self.batches
+
+    def _over_batches(self, sums: Gradient | None) -> tuple[float, int, int]:
+        """The sum of the losses of the batches here, their number, and the size of the largest."""
+        value, count, largest = 0.0, 0, 0
         for batch in self.risk.batches():
-            self.batches += 1
-            self.batch_size = max(self.batch_size, batch.size)
+            count, largest = count + 1, max(largest, batch.size)
             try:
                 with batch_mode(self.risk.model):
                     with BatchStatistics(batch.where):
@@ -257,9 +293,7 @@ class BatchSurface(Surface):
                         "once, which batch statistics need. Use a DataLoader of smaller batches."
                     ) from error
                 raise
-        for entry in (sums or {}).values():
-            entry /= self.batches
-        return value / self.batches
+        return value, count, largest
 
 
 def _batch_loss(

@@ -13,6 +13,7 @@ from saltflat.landscape import shifted
 from saltflat.losses import Loss, divisor
 from saltflat.measurement import EVERY_RESCALING, Measurement, Symmetry
 from saltflat.measures.base import Context, Measure, Need
+from saltflat.risk import Risk
 
 
 @final
@@ -63,26 +64,33 @@ class FisherRaoNorm(Measure):
         if not isinstance(loss, Loss):
             raise NotApplicable("The loss is not a mean or a sum over samples.")
         degree = _degree(context)
-        total, samples, normaliser = 0.0, 0, 0.0
-        for batch in risk.batches():
-            with torch.no_grad():
-                outputs = risk.forward(batch)
-            at = outputs.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(loss.total(at, batch.targets), at)
-            inner = (slope * outputs).double().reshape(batch.size, -1).sum(1)
-            total += float(inner.square().sum())
-            samples += loss.counted(outputs, batch.targets)
-            normaliser += loss.normaliser(outputs, batch.targets)
+        parts = risk.reduction.each(lambda: _squares(risk, loss))
+        total, samples, normaliser = map(sum, zip(*parts, strict=True))
         # The risk is the mean of ℓ = s n / N over the n samples that count, or the sum of ℓ = s.
         scale = samples / divisor(loss, normaliser) if loss.mean else 1.0
         value = degree**2 * total * scale**2 / samples
         return self.measurement(value=value, exact=True, details={"degree": degree})
 
 
+def _squares(risk: Risk, loss: Loss) -> tuple[float, int, float]:
+    """Σ ⟨∂ℓ/∂o, o⟩² over the samples here, how many of them count, and the loss's normaliser."""
+    total, samples, normaliser = 0.0, 0, 0.0
+    for batch in risk.batches():
+        with torch.no_grad():
+            outputs = risk.forward(batch)
+        at = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(loss.total(at, batch.targets), at)
+        inner = (slope * outputs).double().reshape(batch.size, -1).sum(1)
+        total += float(inner.square().sum())
+        samples += loss.counted(outputs, batch.targets)
+        normaliser += loss.normaliser(outputs, batch.targets)
+    return total, samples, normaliser
+
+
 def _degree(context: Context) -> int:
     """D with f(2θ) = 2^D f(θ), θ the weight matrices."""
     risk = context.risk
-    few = next(risk.batches()).part(0, 8)
+    few = risk.first().part(0, 8)
     with torch.no_grad():
         before = risk.forward(few)
         weights = {layer.parameter: layer.weight for layer in context.layers}

@@ -1,13 +1,21 @@
-"""One number of many runs: the column of them, and its mean over seeds as a line of a table."""
+"""One number of many runs: the column of them, and what tables and pictures show of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from saltflat.papers.experiment import Row
 from saltflat.sweep import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FEWEST = 5  # values; of fewer the standard error is hardly known itself, and none is shown
 
 
 def column(runs: Sequence[Run], name: str) -> list[float]:
@@ -15,9 +23,34 @@ def column(runs: Sequence[Run], name: str) -> list[float]:
     return [float(run[name]) for run in runs]
 
 
+def differences(runs: Sequence[Run], others: Sequence[Run], name: str) -> list[float]:
+    """`name` of runs less that of the others of the same seed; seeds that both have."""
+    base = {run["seed"]: float(run[name]) for run in others}
+    return [float(run[name]) - base[run["seed"]] for run in runs if run["seed"] in base]
+
+
+def largest(values: Sequence[float]) -> float:
+    """NaN where one is, wherever it stands."""
+    return float(np.max(values))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, NaN where one is not finite, and its standard error from five values on."""
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan, None
+    return fmean(values), stdev(values) / len(values) ** 0.5 if len(values) >= _FEWEST else None
+
+
 def mean_row(
     what: str, values: Sequence[float], published: float | None = None, note: str = ""
 ) -> Row:
-    """The mean with its standard error, which one value alone does not have."""
-    error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    return Row(what, float(np.mean(values)), error, published, note)
+    """The mean with its standard error, where there are seeds enough."""
+    mean, error = mean_and_error(values)
+    return Row(what, mean, error, published, note)
+
+
+def draw_seeds(axes: Axes, place: int, values: Sequence[float]) -> None:
+    """Every seed as a point, and beside them the mean with its standard error."""
+    mean, error = mean_and_error(values)
+    axes.plot([place - 0.15] * len(values), values, "o", ms=4, alpha=0.6, c=f"C{place}")
+    axes.errorbar(place + 0.1, mean, error or 0.0, fmt="_", ms=14, capsize=4, c=f"C{place}")

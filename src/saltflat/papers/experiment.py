@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +14,7 @@ import torch
 from saltflat.errors import optional
 from saltflat.report import store
 from saltflat.reproduction import Reproduction, Row
-from saltflat.sweep import Folder, Run, Settings, Where, Work, sweep
-from saltflat.version import __version__
+from saltflat.sweep import Folder, Run, Settings, Where, Work, sweep, versions
 
 __all__ = ["Experiment", "Reproduction", "Row", "Size", "reproduce"]
 
@@ -31,8 +30,8 @@ class Experiment:
     `runs` lists what is run for a size, `work` runs some of them, `rows` makes the table of what
     came out, and `draw` the picture. Runs with the same `together` are given to `work` at once,
     `most` at a time. Where runs are timed, `alone` keeps them from disturbing one another: they go
-    one after the other, in this process, whatever `reproduce` is told. Where another experiment
-    has the same runs, `runs_of` names it, so that they are run once.
+    one after the other, in this process, on one thread, whatever `reproduce` is told. Where another
+    experiment has the same runs, `runs_of` names it, so that they are run once.
     """
 
     name: str  # "paper/figure"
@@ -67,18 +66,19 @@ def reproduce(
     """
     pyplot = optional("matplotlib.pyplot", "The figure of an experiment")  # before hours of work
     place = Path(folder) / experiment.name / size
-    runs = sweep(
-        experiment.runs(size),
-        experiment.work,
-        Folder(Path(folder) / (experiment.runs_of or experiment.name) / size / "runs"),
-        on="here" if experiment.alone else on,
-        device=device,
-        workers=1 if experiment.alone else workers,
-        together=experiment.together,
-        most=experiment.most,
-        progress=progress,
-        title=experiment.name,
-    )
+    with _one_thread() if experiment.alone else nullcontext():
+        runs = sweep(
+            experiment.runs(size),
+            experiment.work,
+            Folder(Path(folder) / (experiment.runs_of or experiment.name) / size / "runs"),
+            on="here" if experiment.alone else on,
+            device=device,
+            workers=1 if experiment.alone else workers,
+            together=experiment.together,
+            most=experiment.most,
+            progress=progress,
+            title=experiment.name,
+        )
     result = Reproduction(
         name=experiment.name,
         size=size,
@@ -89,11 +89,7 @@ def reproduce(
         title=experiment.title,
         paper=experiment.paper,
         device=str(device),
-        versions={
-            "saltflat": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     result.save(place / "results.json")
@@ -102,3 +98,14 @@ def reproduce(
     figure.savefig(place / "figure.png", dpi=150)
     pyplot.close(figure)
     return result
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for work take processor time, and more of it where others want it too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -32,8 +32,9 @@ class Provenance:
     `data_hash` is of the data's bytes, `values_hash` of their values in float32 and int64, by which
     data of other types (`data_types`) are known to be the same. `measured` is a hash of the names
     of the measured parameters, `loss_code` one of the code of a loss that is the user's own. All of
-    these are empty in files of before they were recorded. `population` is how many samples there
-    are of which `samples` were drawn at random and measured; 0 where all of them were.
+    these are empty in files of before they were recorded. `ranks` is how many processes shared the
+    samples. `population` is how many samples there are of which `samples` were drawn at random and
+    measured; 0 where all of them were.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Provenance:
     data_types: str = ""
     measured: str = ""
     loss_code: str = ""
+    ranks: int = 1
     population: int = 0
 
     @property
@@ -81,12 +83,8 @@ def provenance(
     `spent` is in gradients of one sample.
     """
     assert certificate is not None, "a sweep comes with one"
-    seen = risk.watched.first
-    if seen is None:  # no measure needed a whole pass
-        for _ in risk.batches():
-            pass
-        seen = risk.watched.first
-    assert seen is not None
+    seen = risk.seen()
+    everywhere = risk.reduction.each(lambda: dict(spent))
     like = next(iter(risk.parameters.values()))
     return Provenance(
         model=type(risk.model).__name__,
@@ -106,12 +104,15 @@ def provenance(
         certified=bool(certificate),
         versions=_versions(),
         seconds={step: round(s, 6) for step, s in seconds.items()},
-        gradients={step: round(each / seen.samples, 3) for step, each in spent.items()},
+        gradients={
+            step: round(sum(one[step] for one in everywhere) / seen.samples, 3) for step in spent
+        },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         values_hash=f"{seen.values:016x}",
         data_types=", ".join(sorted(seen.types)),
         measured=blake2b("\n".join(risk.parameters).encode(), digest_size=8).hexdigest(),
         loss_code=_loss_code(risk.loss),
+        ranks=risk.reduction.ranks,
     )
 
 

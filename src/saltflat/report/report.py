@@ -183,6 +183,7 @@ class Report(Results[Measurement]):
     def table(self, width: int) -> Table:
         p, wide = self.provenance, width >= WIDE
         title = escape(f"{p.model}, {p.parameters:,} parameters, {p.used}, {p.loss}")
+        title += f"; over {p.ranks} ranks" if p.ranks > 1 else ""
         if p.curvature == "ggn":
             title += "; of the Gauss–Newton matrix, not the Hessian"
         table, sampled = framed(wide, title), any(m.sampled for m in self.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -171,13 +171,7 @@ def standing_of(surface: RiskSurface) -> tuple[Standing, list[str]]:
     """
     descent, loss = descend(surface), surface.loss
     assert loss is not None, "it was looked at"
-    seen = _Seen(loss)
-    with surface.at({}):
-        for batch, outputs in surface.answers():
-            seen.add(batch, outputs)
-    with surface.at({name: _changed(p) for name, p in surface.parameters.items()}):
-        for _, outputs in surface.answers():
-            seen.project(outputs)
+    seen = _seen(surface, loss)
     found = Standing(
         descent.loss,
         None if surface.coupled else seen.sampling(),
@@ -188,6 +182,31 @@ def standing_of(surface: RiskSurface) -> tuple[Standing, list[str]]:
         seen.projections(),
     )
     return found, [PROBABILITIES] if seen.probabilities else []
+
+
+def _seen(surface: RiskSurface, loss: Loss | JointLoss) -> _Seen:
+    """What two passes show, over the samples of all ranks."""
+    here = _Seen(loss)
+
+    def look() -> None:
+        for batch, outputs in surface.answers():
+            here.add(batch, outputs)
+
+    def look_again() -> _Seen:
+        for _, outputs in surface.answers():
+            here.project(outputs)
+        return here
+
+    reduction = surface.risk.reduction
+    with surface.at({}):
+        reduction.each(look)
+    with surface.at({name: _changed(p) for name, p in surface.parameters.items()}):
+        parts = reduction.each(look_again)
+    first, *others = (part for part in parts if part.samples)
+    first.loss = loss
+    for other in others:
+        first.join(other)
+    return first
 
 
 @torch.no_grad()
@@ -244,7 +263,27 @@ class _Seen:
         if tally is None or (self.tally is not None and self.tally.shape != tally.shape):
             self._tallied = False
         elif self._tallied:
+            tally = tally.cpu()
             self.tally = tally if self.tally is None else loss.joined(self.tally, tally)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "loss": None}  # other ranks have their own
+
+    def join(self, other: _Seen) -> None:
+        """The samples of another rank too."""
+        own, its = self.normaliser * other.samples, other.normaliser * self.samples
+        self.even = self.even and other.even and abs(own - its) <= 1e-9 * abs(own)
+        self.samples += other.samples
+        self.normaliser += other.normaliser
+        self.probabilities = self.probabilities and other.probabilities
+        for name, sums in other.moments.items():
+            self.moments[name] = self.moments[name] + sums if name in self.moments else sums
+        if self.right is None or other.right is None:
+            self.right = None
+        else:
+            self.right = [a + b for a, b in zip(self.right, other.right, strict=True)]
+        if isinstance(self.loss, Loss):
+            self._count(self.loss, other.tally if other._tallied else None)
 
     def project(self, outputs: Tensor) -> None:
         rows = outputs.detach().reshape(len(outputs), -1).double()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from saltflat.checks import check_integer, check_number, check_seed
 from saltflat.curvature import Curvature, Layer, checked_settings, derivatives_explained
+from saltflat.distributed import Reduction, reduction
 from saltflat.errors import InvalidValue, LossError
 from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike, with_settings
@@ -59,6 +60,7 @@ def landscape(
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
+    distributed: bool = False,
     progress: bool | Callback | None = None,
 ) -> Landscape:
     """The loss on a line or a plane through a model's parameters: L(θ + a d₁ + b d₂) on a grid.
@@ -113,32 +115,40 @@ def landscape(
         raise InvalidValue(f"path must be a .json file. Got {Path(path).name!r}.")
     data, identity = kept(data), model_hash(unwrap(model))
     common = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
+    calls = {"memory_budget": memory_budget, "distributed": distributed, "progress": progress}
     notes: tuple[str, ...] = ()
-    if directions == "balanced":
-        options = {**common, "memory_budget": memory_budget, "progress": progress}
-        model, notes = _balanced(model, data, loss, options)
-    risk = Risk(model, data, loss, **common)  # type: ignore[arg-type]
-    risk.watched.on = True
-    engine = Curvature(risk, settings=settings, seed=seed)
-    engine.foresee = partial(engine.announce, grid.price(accuracy))
-    with reporting(progress) as risk.work, risk.session(), derivatives_explained():
-        plan = engine.look()
-        surface = RiskSurface(risk, list(risk.parameters), memory_budget=memory_budget)
-        begun = replace(_begun(surface, grid, accuracy), model_hash=identity)
-        if path is not None and os.path.exists(path):
-            begun = Landscape.load(path).continued(begun, path)
-        if begun.complete:
-            return begun
-        chosen = grid.directions(engine, partial(engine.layers, plan))
-        begun = replace(
-            begun,
-            lengths=chosen.lengths,
-            cosine=chosen.cosine,
-            eigenvalues=chosen.eigenvalues,
-            moving=chosen.moving,
-            notes=tuple(dict.fromkeys((*notes, *begun.notes, *risk.notes))),
-        )
-        return _filled(begun, surface, chosen, path)
+    with reduction(distributed) as together:
+        if directions == "balanced":
+            model, notes = _balanced(model, data, loss, common, calls, together)
+        risk = Risk(model, data, loss, **common, reduction=together)  # type: ignore[arg-type]
+        risk.watched.on = True
+        engine = Curvature(risk, settings=settings, seed=seed)
+        engine.foresee = partial(engine.announce, grid.price(accuracy))
+        told = progress if together.rank == 0 else False
+        with reporting(told) as risk.work, risk.session(), derivatives_explained():
+            plan = engine.look()
+            surface = RiskSurface(risk, list(risk.parameters), memory_budget=memory_budget)
+            begun = replace(_begun(surface, grid, accuracy), model_hash=identity)
+            begun = together.each(lambda: _continued(begun, path))[0]
+            if begun.complete:
+                return begun
+            chosen = grid.directions(engine, partial(engine.layers, plan))
+            begun = replace(
+                begun,
+                lengths=chosen.lengths,
+                cosine=chosen.cosine,
+                eigenvalues=chosen.eigenvalues,
+                moving=chosen.moving,
+                notes=tuple(dict.fromkeys((*notes, *begun.notes, *risk.notes))),
+            )
+            return _filled(begun, surface, chosen, path if together.rank == 0 else None)
+
+
+def _continued(begun: Landscape, path: str | Path | None) -> Landscape:
+    """With the points that a file has already."""
+    if path is None or not os.path.exists(path):
+        return begun
+    return Landscape.load(path).continued(begun, path)
 
 
 @final
@@ -205,8 +215,7 @@ def _begun(surface: RiskSurface, grid: _Grid, accuracy: bool) -> Landscape:
             "accuracy=True needs a cross-entropy, whose targets are classes. "
             f"Got {with_settings(risk.loss)}."
         )
-    seen = risk.watched.first
-    assert seen is not None, "a gradient takes a whole pass"
+    seen = risk.seen()
     return Landscape(
         directions=grid.kind,
         axes=(grid.axis,) * grid.dimensions,
@@ -247,23 +256,24 @@ def _filled(
 
 
 def _balanced(
-    model: nn.Module, data: Any, loss: LossLike, options: dict[str, Any]
+    model: nn.Module,
+    data: Any,
+    loss: LossLike,
+    common: dict[str, Any],
+    calls: dict[str, Any],
+    together: Reduction,
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The balanced twin of the model, over all its rescalings, and what there is to say of it."""
-    parameters, output = options["parameters"], options["output"]
+    parameters, output = common["parameters"], common["output"]
     if parameters not in ("trainable", "all"):
         raise InvalidValue(
             "directions='balanced' rescales all layers: parameters must be 'trainable' or 'all'. "
             f"Got {parameters!r}."
         )
-    risk = Risk(model, data, loss, **{k: v for k, v in options.items() if k not in _OF_CALLS})
+    risk = Risk(model, data, loss, **common, reduction=together)
     with risk.session():
-        inputs = next(risk.batches()).part(0, 2).inputs
-    with reporting(options["progress"]) as work:
+        inputs = risk.first().part(0, 2).inputs
+    with reporting(calls["progress"] if together.rank == 0 else False) as work:
         work.at("searching rescalings", 0, 1)
         group = symmetries(model, inputs, output=output, parameters=parameters)
-    return balanced_twin(group, model, data, loss, options)
-
-
-# Options of computations that a risk does not have.
-_OF_CALLS = ("memory_budget", "progress")
+    return balanced_twin(group, model, data, loss, {**common, **calls})

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from saltflat.errors import InvalidValue, listed
+from saltflat.sweep.stacked import Descent, Replayed, stacked, write_back
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_WARM = 3  # steps before the graph is captured: libraries set themselves up in them
 
 
 def train_together(
@@ -62,13 +62,11 @@ def train_together(
     """
     _refuse(models, x, y)
     ensemble = _Ensemble(models, x, y, loss, momentum, weight_decay)
-    step: Callable[[], None] = ensemble.step
+    step = Replayed(ensemble.step, x.device)
     for t in range(steps):
         ensemble.set(rows(t), lr(t))
-        if t == _WARM and x.is_cuda:
-            step = _captured(step)
         step()
-    ensemble.write_back(models)
+    write_back(ensemble.parameters, models)
 
 
 def _refuse(models: Sequence[nn.Module], x: Tensor, y: Tensor) -> None:
@@ -134,7 +132,7 @@ def _refuse_unlike(index: int, model: nn.Module, first: nn.Module) -> None:
 
 
 class _Ensemble:
-    """The stacked parameters and velocities of the models, and a step on them."""
+    """The stacked parameters of the models, and a step on them."""
 
     def __init__(
         self,
@@ -145,15 +143,12 @@ class _Ensemble:
         momentum: float,
         weight_decay: float | Tensor,
     ) -> None:
-        stacked, _ = stack_module_state(list(models))
-        self.parameters = {name: p.detach().clone() for name, p in stacked.items()}
-        self.velocities = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.parameters = stacked(models)
         self.x, self.y = x, y
         self.members = torch.arange(len(models), device=x.device)[:, None]
-        self.momentum = momentum
         self.lr = next(iter(self.parameters.values())).new_zeros(len(models))
         decay = torch.as_tensor(weight_decay, dtype=self.lr.dtype, device=x.device)
-        self.weight_decay = decay.expand_as(self.lr).clone()
+        self.descent = Descent(self.parameters, momentum, decay.expand_as(self.lr).clone())
         self.rows: Tensor | None = None
         template = models[0]
 
@@ -181,22 +176,4 @@ class _Ensemble:
         gradients = self.gradients(
             self.parameters, self.x[self.rows], self.y[self.members, self.rows]
         )
-        for name, parameter in self.parameters.items():
-            shape = (-1, *[1] * (parameter.dim() - 1))
-            gradient = gradients[name] + self.weight_decay.view(shape) * parameter
-            velocity = self.velocities[name].mul_(self.momentum).add_(gradient)
-            parameter.sub_(self.lr.view(shape) * velocity)
-
-    @torch.no_grad()
-    def write_back(self, models: Sequence[nn.Module]) -> None:
-        for index, model in enumerate(models):
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.parameters[name][index])
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as one CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        self.descent.step(gradients, self.lr)

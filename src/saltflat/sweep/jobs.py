@@ -7,10 +7,12 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
+from types import FunctionType, ModuleType
 from typing import final
 
 import torch
@@ -18,6 +20,7 @@ import torch
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.report import store
 from saltflat.sweep.runs import Run, Settings, Work
+from saltflat.version import __version__
 
 # How often a job is begun whose process is killed.
 TRIES = 3
@@ -75,19 +78,61 @@ def done(job: Job, work: Work, device: torch.device) -> list[Run] | Failure:
         outcomes = store.plain(outcomes)  # which goes through every pipe
     except Exception as error:
         return Failure(job, f"{type(error).__name__}: {error}", traceback.format_exc())
-    machine, threads, code = machine_name(device), torch.get_num_threads(), code_of(work)
+    made = Run(
+        {},
+        {},
+        seconds,
+        machine_name(device),
+        torch.get_num_threads(),
+        code_of(work),
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        versions(),
+    )
     return [
-        Run(settings, outcome, seconds, machine, threads, code)
+        replace(made, settings=settings, outcome=outcome)
         for settings, outcome in zip(job.settings, outcomes, strict=True)
     ]
 
 
 def code_of(work: Work) -> str:
-    """A hash of the file that work was written in, constants and helpers beside it too."""
+    """A hash of the file that work was written in, and of those of its package that it uses.
+
+    Its package are the first two names of its module, as in `saltflat.papers`. Used are modules
+    that a file names, or of which it names a function or class; and what these use.
+    """
     owner = work.func if isinstance(work, partial) else work
-    module = sys.modules.get(str(getattr(owner, "__module__", "")))
+    digest = hashlib.sha256()
+    for _, file in sorted(_used(str(getattr(owner, "__module__", "")), {}).items()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12] if digest.digest() != hashlib.sha256().digest() else ""
+
+
+def _used(name: str, found: dict[str, Path]) -> dict[str, Path]:
+    """Modules of one package and their files: this one, and those that it leads to."""
+    module = sys.modules.get(name)
     file = Path(getattr(module, "__file__", None) or "")
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
+    if name in found or not file.is_file():
+        return found
+    found[name] = file
+    package = ".".join(name.split(".")[:2])
+    for value in list(vars(module).values()):
+        other = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
+        if f"{other}.".startswith(f"{package}."):
+            _used(other, found)
+    return found
+
+
+def _module_of(value: object) -> str:
+    return value.__module__ if isinstance(value, FunctionType | type) else ""
+
+
+def versions() -> dict[str, str]:
+    """Of what a run is made with."""
+    return {
+        "saltflat": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 @cache

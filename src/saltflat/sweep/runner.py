@@ -39,7 +39,8 @@ def sweep(
     """Runs of all settings, in their order; those that the folder holds are not run again.
 
     Runs are found by their settings. Where the file that `work` is written in has changed since a
-    run was made, a warning tells so, and the run is taken as it is.
+    run was made, or one of its package that it uses, a warning tells so, and the run is taken as it
+    is.
 
     Settings for which `together` says the same are given to `work` in one call, `most` at a time.
     A run is kept as soon as it is done: a sweep that was killed goes on where it stopped. A job
@@ -114,9 +115,9 @@ def _tell_older(runs: Iterable[Run], work: Work, folder: Folder) -> None:
     older = [folder.file(run.settings) for run in runs if code and run.code not in ("", code)]
     if older:
         warnings.warn(
-            f"{len(older)} of the runs found in {folder.path} were made before the file that their "
-            "work is written in was changed. They are taken as they are. If the change concerns "
-            f"them, delete them: {listed([file.name for file in older])}.",
+            f"{len(older)} of the runs found in {folder.path} were made before the code of their "
+            "work was changed. They are taken as they are. If the change concerns them, delete "
+            f"them: {listed([file.name for file in older])}.",
             stacklevel=3,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import isfinite
 from pathlib import Path
@@ -49,9 +49,10 @@ def checked(settings: Settings) -> Settings:
 @final
 @dataclass(frozen=True)
 class Run:
-    """A finished run: what came out, how long it took, and on what with how many threads.
+    """A finished run: what came out, how long it took, on what with how many threads, and when.
 
-    `code` is a hash of the file that the work was written in; empty where that is not known.
+    `code` is a hash of the files that the work was written in, `versions` are those of Python and
+    of packages. Both are empty where they are not known, as `created` is.
     """
 
     settings: Settings
@@ -60,6 +61,8 @@ class Run:
     machine: str = ""
     threads: int = 1
     code: str = ""
+    created: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         """Of the outcome, or else of the settings."""

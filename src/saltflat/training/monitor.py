@@ -18,7 +18,14 @@ from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map_only
 
 from saltflat.checks import check_integer, check_number, check_options
-from saltflat.errors import InvalidType, InvalidValue, MissingDependency, SaltflatError
+from saltflat.distributed import reduction
+from saltflat.errors import (
+    DistributedError,
+    InvalidType,
+    InvalidValue,
+    MissingDependency,
+    SaltflatError,
+)
 from saltflat.losses import LossLike
 from saltflat.measure import measure, measure_objects
 from saltflat.measurement import Measurement
@@ -105,7 +112,9 @@ class Monitor:
     tensorboard : a folder, or a SummaryWriter. The horizontal axis is the step, or the epoch where
         no step was counted.
     samples : how many of the data to keep at most; all by default.
-    options : further arguments of `saltflat.measure`, but for `on_error`.
+    options : further arguments of `saltflat.measure`, but for `on_error`. With `distributed=True`
+        every rank has a monitor, with samples of its own, and makes the same calls of it; `samples`
+        counts those of all ranks, budgets go by the clock of rank 0, and it alone writes files.
 
     The model is left as found: weights, gradients, mode and random generators. Call it where the
     weights are those of training, that is not between `perturb()` and `step()` of an optimizer.
@@ -148,19 +157,24 @@ class Monitor:
         self.budget = _budget(budget)
         self._measures = measure_objects(measures)
         check_options("Monitor", options, _options())
-        names = options.get("parameters", "trainable")
-        risk = Risk(model, data, loss, parameters=names, unpack=unpack, output=output)
-        self._model = model
-        self._data, self._samples = _probe(risk, _positive("samples", samples))
+        self._model, self._distributed = model, options.get("distributed", False)
         own = {"loss": loss, "output": output, "measures": self._measures}
         self._options = {**options, **own, "on_error": "skip"}
         self.path = None if path is None else Path(path)
-        names = [each.name for each in self._measures]
-        self.history: list[Record] = [] if self.path is None else continued(self.path, names)
+        with reduction(self._distributed) as together:
+            self._risk_options = {
+                "loss": loss,
+                "parameters": options.get("parameters", "trainable"),
+                "output": output,
+            }
+            risk = Risk(model, data, **self._risk_options, unpack=unpack, reduction=together)
+            self._data, self._samples = _probe(risk, _positive("samples", samples))
+            self.history: list[Record] = together.each(self._continued)[0]
+            self._writes = together.rank == 0
         self._step = self.history[-1].step if self.history else 0
         self._epoch = self.history[-1].epoch if self.history else 0
-        self._own_writer = isinstance(tensorboard, str | os.PathLike)
-        self._writer = _writer(tensorboard)
+        self._own_writer = self._writes and isinstance(tensorboard, str | os.PathLike)
+        self._writer: Any = _writer(tensorboard) if self._writes else None
         self._start, self._spent, self._measured = perf_counter(), 0.0, False
         self._announced = False  # that a measurement was skipped
         taken = [record.seconds for record in self.history if record.values]
@@ -184,7 +198,7 @@ class Monitor:
         try:
             report = self._report(self._data)
         except SaltflatError as error:
-            if not self._measured:
+            if not self._measured or isinstance(error, DistributedError):
                 raise
             failed = {each.name: str(error) for each in self._measures}
         else:
@@ -255,15 +269,22 @@ class Monitor:
             )
         return self._keep({}, 0.0, {}, reason)
 
+    def _continued(self) -> list[Record]:
+        """The records that the file has already."""
+        return [] if self.path is None else continued(self.path, self._names)
+
     def _forbidden(self) -> str | None:
-        """Why the budget does not allow a measurement now, or None."""
+        """Why the budget does not allow a measurement now, or None; of several ranks, by the clock
+        of the first."""
         if self.budget == Budget():
             return None
         if self._ahead is None:
             self._ahead = self._foreseen()
         short = not self._measured and self._ahead < _SHORT
         budget = Budget(seconds=self.budget.seconds) if short else self.budget
-        return budget.exceeded(self._spent, perf_counter() - self._start, self._ahead)
+        reason = budget.exceeded(self._spent, perf_counter() - self._start, self._ahead)
+        with reduction(self._distributed) as together:
+            return together.each(lambda: reason)[0]
 
     def _foreseen(self) -> float:
         """About how long the first measurement will take: a line through two small ones."""
@@ -275,13 +296,10 @@ class Monitor:
 
     def _timed(self, count: int) -> float:
         """The seconds that a measurement on so many samples takes."""
-        options = self._options
-        loss, output = options["loss"], options["output"]
-        names = options.get("parameters", "trainable")
         start = perf_counter()
-        part, _ = _probe(
-            Risk(self._model, self._data, loss, parameters=names, output=output), count
-        )
+        with reduction(self._distributed) as together:
+            risk = Risk(self._model, self._data, **self._risk_options, reduction=together)
+            part, _ = _probe(risk, count)
         self._report(part)
         seconds = perf_counter() - start
         self._spent += seconds
@@ -304,7 +322,7 @@ class Monitor:
             failed=failed,
             skipped=skipped,
         )
-        if self.path is not None:
+        if self.path is not None and self._writes:
             appended(self.path, record)
         self.history.append(record)
         if self._writer is not None:
@@ -388,22 +406,26 @@ def _nothing(*_: Any) -> None:
 def _probe(risk: Risk, samples: int | None) -> tuple[list[tuple[Any, Any]], int]:
     """The first samples of the data, as pairs of inputs and targets, and how many they are.
 
-    They are kept, so that nothing is to be feared from a loader that augments them.
+    They are kept, so that nothing is to be feared from a loader that augments them. Of several
+    ranks each keeps those that it has, and the number is that of all.
     """
     risk.watched.on = False
     pairs: list[tuple[Any, Any]] = []
-    left = math.inf if samples is None else samples
-    count = 0
-    with risk.session():
-        for batch in risk.batches():
-            part = batch if batch.size <= left else batch.part(0, int(left))
+
+    def read(most: float) -> int:
+        count = 0
+        for batch in risk.batches() if most > 0 else ():
+            part = batch if count + batch.size <= most else batch.part(0, int(most) - count)
             # Of one's own: whoever gave them may write to them.
             pairs.append(tree_map_only(Tensor, Tensor.clone, (part.inputs, part.targets)))
-            left -= part.size
             count += part.size
-            if left <= 0:
+            if count >= most:
                 break
-    return pairs, count
+        return count
+
+    with risk.session():
+        most = math.inf if samples is None else samples - risk.offset
+        return pairs, sum(risk.reduction.each(lambda: read(most)))
 
 
 def _positive(name: str, value: int | None) -> int | None:

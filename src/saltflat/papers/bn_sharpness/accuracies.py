@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import nan
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.experiment import Row
 from saltflat.sweep import Run
 
@@ -33,7 +33,7 @@ def rows(runs: Sequence[Run], published: Published) -> list[Row]:
             gains = [value - plain[seed] for seed, value in ours.items() if seed in plain]
             above = published[name, decay] - published["SGD", decay]
             table.append(_row(f"{label(name, decay)} above SGD (points)", gains, above))
-    losses = {key: [float(run["loss"]) for run in _some(runs, *key)] for key in accuracies}
+    losses = {key: column(_some(runs, *key), "loss") for key in accuracies}
     table += [_row(f"training loss, {label(*k)}", v, None) for k, v in losses.items()]
     network = runs[0]["network"] if runs else ""
     return [replace(row, note=f"{network}, {row.note}") for row in table]
@@ -54,10 +54,7 @@ def _of(runs: Sequence[Run], algorithm: str, decay: float) -> dict[int, float]:
 
 
 def _row(what: str, values: Sequence[float], published: float | None) -> Row:
-    numbers = np.array(values)
-    error = float(numbers.std(ddof=1) / len(numbers) ** 0.5) if len(numbers) > 1 else None
-    mean = float(numbers.mean()) if len(numbers) else nan
-    return Row(what, mean, error, published, f"{len(numbers)} seeds")
+    return mean_row(what, values, published, f"{len(values)} seeds")
 
 
 def curves(axes: Axes, runs: Sequence[Run], name: str, published: Published) -> None:

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from math import nan
-from time import perf_counter
+from statistics import median
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.papers.columns import column, mean_row
+from saltflat.papers.columns import column, largest, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.minimum_sharpness.small_networks import (
     SAMPLES,
@@ -28,6 +28,7 @@ from saltflat.papers.minimum_sharpness.small_networks import (
     case,
     looped_diagonal,
 )
+from saltflat.papers.timed import Call, by_turns
 from saltflat.sweep import Outcome, Run, Settings
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 # Seconds for n = 10, 100 and 1000, on the authors' machine.
 _BASELINE = {"fcnn": (11.11, 11.05, 12.23), "cnn": (10.19, 10.73, 21.22)}
 _PROPOSAL = {"fcnn": (0.018, 0.019, 0.021), "cnn": (0.026, 0.036, 0.334)}
-_REPEATS = 3
+_SEEDS = 5
+_ENTRIES = 1000  # of the diagonal, of 13,750 and 16,330, that the loop is timed on at full size
 _CHECKED = 30  # entries that are compared in float64
 
 
@@ -46,17 +48,18 @@ class _Case:
     network: str
     n: int
     seed: int
-    entries: int  # of the diagonal that the loop is timed on; 0 for all
+    entries: int  # of the diagonal that the loop is timed on
+    rounds: int
+    seconds: float  # for all rounds of one way
 
 
 def _runs(size: Size) -> list[Settings]:
-    """At full size the loop goes over all entries."""
-    seeds, entries = (3, 0) if size == "full" else (3, _CHECKED)
+    often = (_ENTRIES, 20, 2.0) if size == "full" else (_CHECKED, 10, 1.0)
     return [
-        asdict(_Case(network, n, seed, entries))
+        asdict(_Case(network, n, seed, *often))
         for network in TITLES
         for n in SAMPLES
-        for seed in range(seeds)
+        for seed in range(_SEEDS)
     ]
 
 
@@ -69,16 +72,20 @@ def _compared(setting: _Case, device: torch.device) -> Outcome:
     model, x, y = case(setting.network, setting.n, setting.seed, device)
     count = sum(p.numel() for p in model.parameters())
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(setting.seed)).tolist()
-    timed = drawn[: setting.entries or count]
-    looped = _seconds(lambda: looped_diagonal(model, x, y, timed), repeats=1)
-    outcome = {
-        "loop_seconds": looped * count / len(timed),
-        "saltflat_seconds": _seconds(lambda: sf.trace(model, (x, y), progress=False).total),
-        "backpack_seconds": nan,
-        "trace": sf.trace(model, (x, y), progress=False).total,
-    }
+    timed = drawn[: setting.entries]
+    calls: dict[str, Call] = {"loop": lambda: looped_diagonal(model, x, y, timed)}
     if find_spec("backpack") is not None:
-        outcome["backpack_seconds"] = _seconds(lambda: _backpack(model, x, y))
+        calls["backpack"] = _backpack(model, x, y)
+
+    def ours() -> sf.Trace:
+        return sf.trace(model, (x, y), progress=False)
+
+    times = by_turns(calls, ours, device, rounds=setting.rounds, seconds=setting.seconds)
+    outcome = {"saltflat_seconds": median(times["loop"].unit), "trace": ours().total}
+    for way, parts in (("loop", count / len(timed)), ("backpack", 1.0)):
+        known = way in times
+        outcome[f"{way}_seconds"] = parts * times[way].seconds if known else nan
+        outcome[f"{way}_ratio"] = parts * median(times[way].units) if known else nan
     return outcome | _errors(model.double(), x.double(), y, drawn[:_CHECKED])
 
 
@@ -91,65 +98,50 @@ def _errors(model: nn.Module, x: Tensor, y: Tensor, entries: Sequence[int]) -> d
     off = found[list(entries)].to(looped) - looped
     result = {"loop_error": float(off.norm() / looped.norm()), "backpack_error": nan}
     if find_spec("backpack") is not None:
-        other = _backpack(model, x, y)
+        other = _backpack(model, x, y)()
         result["backpack_error"] = (
             abs(sf.trace(model, (x, y), progress=False).total - other) / other
         )
     return result
 
 
-def _backpack(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The trace by BackPACK."""
+def _backpack(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
+    """The trace by BackPACK, of a copy that is made before."""
     import backpack
     from backpack.extensions import DiagGGNExact
 
     extended, loss = backpack.extend(deepcopy(model)), backpack.extend(nn.CrossEntropyLoss())
-    with backpack.backpack(DiagGGNExact()), warnings.catch_warnings():
-        # Of its hooks, where the inputs of a network need no gradient.
-        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
-        loss(extended(x), y).backward()
-    return float(sum(p.diag_ggn_exact.sum() for p in extended.parameters()))
 
+    def trace() -> float:
+        extended.zero_grad()
+        with backpack.backpack(DiagGGNExact()), warnings.catch_warnings():
+            # Of its hooks, where the inputs of a network need no gradient.
+            warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+            loss(extended(x), y).backward()
+        return float(sum(p.diag_ggn_exact.sum() for p in extended.parameters()))
 
-def _seconds(call: Callable[[], float | Tensor], repeats: int = _REPEATS) -> float:
-    """The least of some calls, each waited for."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = perf_counter()
-        float(torch.as_tensor(call()).sum())
-        best = min(best, perf_counter() - start)
-    return best
+    return trace
 
 
 def rows(runs: Sequence[Run]) -> list[Row]:
-    """Times as ratios of one run, and the largest differences."""
+    """Ratios of times, means over seeds of their medians, and the largest differences."""
     table = []
     for network, title in TITLES.items():
         for index, n in enumerate(SAMPLES):
             some = [run for run in runs if run["network"] == network and run["n"] == n]
             published = _BASELINE[network][index] / _PROPOSAL[network][index]
             what = f"{title}, n = {n}, times faster than"
-            table.append(_ratio(some, "loop_seconds", f"{what} the loop", published))
-            table.append(_ratio(some, "backpack_seconds", f"{what} BackPACK"))
-    largest = [("loop_error", "the loop's entries"), ("backpack_error", "BackPACK's trace")]
-    return table + [
-        Row(
-            f"largest relative difference from {what}",
-            float(np.max(column(runs, name))),  # NaN where one is, wherever it stands
-            note="float64",
-        )
-        for name, what in largest
-    ]
-
-
-def _ratio(runs: Sequence[Run], name: str, what: str, published: float | None = None) -> Row:
-    """Of times, mean over seeds."""
-    pairs = zip(column(runs, name), column(runs, "saltflat_seconds"), strict=True)
-    return mean_row(what, [other / ours for other, ours in pairs], published)
+            table.append(mean_row(f"{what} the loop", column(some, "loop_ratio"), published))
+            table.append(mean_row(f"{what} BackPACK", column(some, "backpack_ratio")))
+    others = {"loop_error": "the loop's entries", "backpack_error": "BackPACK's trace"}
+    for name, other in others.items():
+        what = f"largest relative difference from {other}"
+        table.append(Row(what, largest(column(runs, name)), note="float64"))
+    return table
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Seconds against samples, and the differences in float64."""
+    """Seconds against samples, with standard errors over seeds, and the differences in float64."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -158,8 +150,16 @@ def draw(runs: Sequence[Run]) -> Figure:
     for (network, title), line in zip(TITLES.items(), ["-", "--"], strict=True):
         some = [run for run in runs if run["network"] == network]
         for (way, name), colour in zip(ways.items(), ["C3", "C0", "C2"], strict=True):
-            means = [_mean(some, n, f"{way}_seconds") for n in SAMPLES]
-            times.plot(SAMPLES, means, f"o{line}", color=colour, label=f"{name}, {title}")
+            found = [mean_row("", _seconds(some, way, n)) for n in SAMPLES]
+            times.errorbar(
+                SAMPLES,
+                [row.ours for row in found],
+                [row.error or 0.0 for row in found],
+                fmt=f"o{line}",
+                capsize=3,
+                color=colour,
+                label=f"{name}, {title}",
+            )
             if way != "saltflat":
                 errors.plot(
                     column(some, "n"),
@@ -179,8 +179,8 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _mean(runs: Sequence[Run], n: int, name: str) -> float:
-    return float(np.mean(column([run for run in runs if run["n"] == n], name)))
+def _seconds(runs: Sequence[Run], way: str, n: int) -> list[float]:
+    return column([run for run in runs if run["n"] == n], f"{way}_seconds")
 
 
 FIGURE_1 = Experiment(
@@ -188,9 +188,10 @@ FIGURE_1 = Experiment(
     title="Time and exactness of the Hessian's trace: autograd's loop, BackPACK, saltflat",
     paper="ibayashi2021minimum",
     changed=(
-        "The published times are of the authors' machine; compared are ratios of times of one run.",
-        "3 seeds instead of 10. At the small size the loop is timed on "
-        f"{_CHECKED} random entries of the diagonal, and its time is multiplied up to all of them.",
+        "The published times are of the authors' machine; compared are ratios of times that are "
+        "taken by turns, on one thread: medians of up to 20 rounds (10 in the small size).",
+        f"{_SEEDS} seeds instead of 10. The loop is timed on {_ENTRIES} random entries of the "
+        f"diagonal ({_CHECKED} in the small size), and its time multiplied up to all of them.",
         "BackPACK is added. Differences are taken in float64, from the loop on "
         f"{_CHECKED} random entries of the diagonal and from BackPACK on the whole trace.",
     ),
@@ -198,5 +199,6 @@ FIGURE_1 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
+    minutes={"small": 3, "full": 3},
     alone=True,
 )

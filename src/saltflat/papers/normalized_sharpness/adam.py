@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, vmap
 
-_WARM = 3  # steps before a CUDA graph is captured
+from saltflat.sweep import Parameters, Replayed, stacked, write_back
 
 
 def adam_together(
@@ -21,13 +21,12 @@ def adam_together(
     of `x`, with the labels `y[m]`. Adam treats every number by itself, so that one optimizer of the
     stacked parameters is one for each model. On a GPU the step is one CUDA graph.
     """
-    stacked, _ = stack_module_state(list(models))
-    parameters = {name: p.detach().clone() for name, p in stacked.items()}
+    parameters = stacked(models)
     adam = torch.optim.Adam(parameters.values(), capturable=x.is_cuda)
     members = torch.arange(len(models), device=x.device)[:, None]
     chosen = rows(0).clone()
 
-    def risk(member: dict[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+    def risk(member: Parameters, inputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(models[0], member, (inputs,)), labels)
 
     @torch.no_grad()
@@ -37,21 +36,9 @@ def adam_together(
             parameter.grad = slopes[name]
         adam.step()
 
-    replay = step
+    replayed = Replayed(step, x.device)
     for t in range(steps):
         if t:
             chosen.copy_(rows(t))
-        if t == _WARM and x.is_cuda:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            replay = graph.replay
-        replay()
-    _write_back(parameters, models)
-
-
-@torch.no_grad()
-def _write_back(parameters: dict[str, Tensor], models: Sequence[nn.Module]) -> None:
-    for index, model in enumerate(models):
-        for name, parameter in model.named_parameters():
-            parameter.copy_(parameters[name][index])
+        replayed()
+    write_back(parameters, models)

@@ -6,17 +6,17 @@ loss with the penalty of FAM on the last layer, or the loss at SAM's neighbour o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.func import functional_call, grad_and_value, vmap
 
-Parameters = dict[str, Tensor]
-_WARM = 3  # steps before the graph is captured: libraries set themselves up in them
+from saltflat.sweep import Descent, Parameters, Replayed, beside, stacked, write_back
+
 _CHUNK = 1000  # samples whose loss is evaluated at a time
 
 
@@ -82,16 +82,12 @@ def train_until(
     """
     ensemble = _Ensemble(models, images, labels, recipe.to(images.device), batch)
     reached: list[int | None] = [None] * len(models)
-    step: Callable[[], None] = ensemble.step
-    warm = 0
+    step = Replayed(ensemble.step, images.device)
     for epoch in range(1, epochs + 1):
         for order, flips in ensemble.draw_epoch():
             ensemble.order.copy_(order)
             ensemble.flips.copy_(flips)
-            if warm == _WARM and images.is_cuda:
-                step = _captured(step)
             step()
-            warm += 1
         done = (ensemble.losses() <= target).tolist()
         for member, is_done in enumerate(done):
             if is_done and reached[member] is None:
@@ -99,12 +95,12 @@ def train_until(
                 ensemble.lr[member] = 0.0
         if all(each is not None for each in reached):
             break
-    ensemble.write_back(models)
+    write_back(ensemble.parameters, models)
     return reached
 
 
 class _Ensemble:
-    """The stacked parameters and velocities of the models, and a step on them.
+    """The stacked parameters of the models, and a step on them.
 
     What a step reads stays where it is in memory, for a CUDA graph reads it there.
     """
@@ -117,9 +113,8 @@ class _Ensemble:
         recipe: Recipe,
         batch: int,
     ) -> None:
-        stacked, _ = stack_module_state(list(models))
-        self.parameters: Parameters = {n: p.detach().clone() for n, p in stacked.items()}
-        self.velocities = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.parameters = stacked(models)
+        self.descent = Descent(self.parameters, recipe.momentum, recipe.weight_decay)
         self.template, self.recipe, self.lr = models[0], recipe, recipe.lr.clone()
         self.images, self.labels = images, labels
         self.members = torch.arange(len(models), device=images.device)[:, None]
@@ -173,17 +168,13 @@ class _Ensemble:
         if self.perturbed:
             there = self._neighbour(gradients)
             gradients, _ = self.gradients(there, x, y, self.recipe.strength)
-        for name, parameter in self.parameters.items():
-            decay = _beside(self.recipe.weight_decay, parameter)
-            velocity = self.velocities[name].mul_(self.recipe.momentum)
-            velocity.add_(gradients[name] + decay * parameter)
-            parameter.sub_(_beside(self.lr, parameter) * velocity)
+        self.descent.step(gradients, self.lr)
 
     def _neighbour(self, gradients: Parameters) -> Parameters:
         """w + ρ g/‖g‖, the norm over all parameters (Foret et al. 2021, eq. 2)."""
         norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
         scale = self.recipe.rho / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        return {n: p + _beside(scale, p) * gradients[n] for n, p in self.parameters.items()}
+        return {n: p + beside(scale, p) * gradients[n] for n, p in self.parameters.items()}
 
     @torch.no_grad()
     def losses(self) -> Tensor:
@@ -195,22 +186,3 @@ class _Ensemble:
         pieces = zip(self.images.split(_CHUNK), self.labels.split(_CHUNK, 1), strict=True)
         sums = [vmap(total, in_dims=(0, None, 0))(self.parameters, x, y) for x, y in pieces]
         return torch.stack(sums).sum(0) / len(self.images)
-
-    @torch.no_grad()
-    def write_back(self, models: Sequence[nn.Module]) -> None:
-        for index, model in enumerate(models):
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.parameters[name][index])
-
-
-def _beside(numbers: Tensor, parameter: Tensor) -> Tensor:
-    """One number a member, in a shape that multiplies its parameter."""
-    return numbers.view(-1, *[1] * (parameter.dim() - 1))
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as one CUDA graph, so that small networks do not wait for Python."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay

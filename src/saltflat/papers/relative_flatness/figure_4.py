@@ -2,19 +2,19 @@
 
 The paper times three ways to write out the Hessian of one layer: `torch.autograd.functional` row by
 row, the same vectorized, and functorch. It needs the Hessian for κ = Σ ⟨w_s, w_s'⟩ Tr H_ss'; the
-fourth curve is FAM's penalty here, which is that number without a Hessian. Times are taken in one
-run, in gradients (a forward and a backward pass of the same network on the same batch), for times
-alone say nothing about another machine.
+fourth curve is FAM's penalty here, which is that number without a Hessian. Times are in gradients
+(a forward and a backward pass of the same network on the same batch) that are timed beside them,
+for times alone say nothing about another machine: medians of rounds, with their quartiles.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from torch.func import hessian as functorch_hessian
 
 import saltflat as sf
 from saltflat import zoo
+from saltflat.papers.columns import column, largest
 from saltflat.papers.experiment import Experiment, Row, Size
+from saltflat.papers.timed import by_turns, median_row, quartiles
 from saltflat.sweep import Outcome, Run, Settings
 
 if TYPE_CHECKING:
@@ -73,28 +75,10 @@ class Layer:
         F.cross_entropy(self.model(self.x), self.y).backward()
 
 
-def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """The least of some calls, after one that is not counted; processor time on a CPU."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    call()
-    best = float("inf")
-    for _ in range(repeats):
-        _wait(device)
-        start = clock()
-        call()
-        _wait(device)
-        best = min(best, clock() - start)
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def runs(size: Size) -> list[Settings]:
-    sizes = (8, 16, 32, 64, 96) if size == "full" else (4, 8, 16, 24)
-    return [{"size": each, "batch": 64, "repeats": 3} for each in sizes]
+    """Every way is timed in 20 rounds, or for as many seconds, but once at least."""
+    sizes, seconds = ((8, 16, 32, 64, 96), 20.0) if size == "full" else ((4, 8, 16, 24), 5.0)
+    return [{"size": each, "batch": 64, "rounds": 20, "seconds": seconds} for each in sizes]
 
 
 def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:
@@ -111,18 +95,18 @@ def _timed(settings: Mapping[str, Any], device: torch.device) -> Outcome:
             return fam(layer.y)
 
         value = penalty().item()
-        clocked = partial(seconds, device=device, repeats=settings["repeats"])
-        unit = min(clocked(layer.gradient) for _ in range(5))
-        times = {
-            "rows": clocked(lambda: hessian(layer.loss, weight)),
-            "vectorized": clocked(lambda: hessian(layer.loss, weight, vectorize=True)),
-            "functorch": clocked(lambda: functorch_hessian(layer.loss)(weight)),
-            "fam": clocked(penalty),
+        calls = {
+            "rows": lambda: hessian(layer.loss, weight),
+            "vectorized": lambda: hessian(layer.loss, weight, vectorize=True),
+            "functorch": lambda: functorch_hessian(layer.loss)(weight),
+            "fam": penalty,
         }
+        often = {"rounds": settings["rounds"], "seconds": settings["seconds"]}
+        times = by_turns(calls, layer.gradient, device, **often)
     dense = relative_flatness(weight, functorch_hessian(layer.loss)(weight)).item()
     return {
-        **{name: each / unit for name, each in times.items()},
-        "gradient_seconds": unit,
+        **{name: each.units for name, each in times.items()},
+        "gradient_seconds": median(times["fam"].unit),
         "relative_flatness": dense,
         "fam_error": abs(value - dense) / abs(dense),
     }
@@ -137,22 +121,27 @@ def relative_flatness(weight: Tensor, hessian: Tensor) -> Tensor:
 def rows(runs: Sequence[Run]) -> list[Row]:
     """Times in gradients, and the two ratios that appendix A.1 tells of."""
     table = [
-        Row(f"{_shape(run)}, {title}", run[method], note="gradients")
+        median_row(f"{_shape(run)}, {title}", run[method], "gradients")
         for run in runs
         for method, title in METHODS.items()
     ]
-    largest = max(runs, key=lambda run: run["size"])
-    ratio = max(run["rows"] / run["vectorized"] for run in runs)
+    ratio = largest([median(ratios(run, "rows", "vectorized")) for run in runs])
     said = "there up to three orders of magnitude"
     table.append(Row("row by row / vectorized, largest ratio", ratio, note=said))
+    last = max(runs, key=lambda run: run["size"])
     said = "there an order of magnitude for larger Hessians"
-    ratio = largest["vectorized"] / largest["functorch"]
-    table.append(Row(f"vectorized / functorch, {_shape(largest)}", ratio, note=said))
-    ratio = largest["functorch"] / largest["fam"]
-    table.append(Row(f"functorch / κ without the Hessian, {_shape(largest)}", ratio))
-    worst = max(run["fam_error"] for run in runs)
+    what = f"vectorized / functorch, {_shape(last)}"
+    table.append(median_row(what, ratios(last, "vectorized", "functorch"), said))
+    what = f"functorch / κ without the Hessian, {_shape(last)}"
+    table.append(median_row(what, ratios(last, "functorch", "fam")))
+    worst = largest(column(runs, "fam_error"))
     table.append(Row("κ without the Hessian, largest relative difference", worst))
     return table
+
+
+def ratios(run: Run, slow: str, fast: str) -> list[float]:
+    """Of the rounds in which both were timed, which are the first ones."""
+    return [one / other for one, other in zip(run[slow], run[fast], strict=False)]
 
 
 def _shape(run: Run) -> str:
@@ -164,20 +153,23 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def draw_times(runs: Sequence[Run], methods: Mapping[str, str], title: str) -> Figure:
-    """Times in gradients against the number of weights, both on logarithmic axes."""
+    """Medians and quartiles in gradients against the number of weights, on logarithmic axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
     ordered = sorted(runs, key=lambda run: run["size"])
     for place, (method, label) in enumerate(methods.items()):
-        points = [(run["size"] ** 2, run[method]) for run in ordered if run[method] is not None]
-        axes.loglog(*zip(*points, strict=True), "osD^"[place] + "-", label=label)
+        known = [run for run in ordered if run[method] is not None]
+        low, middle, high = np.transpose([quartiles(run[method]) for run in known])
+        weights, spread = [run["size"] ** 2 for run in known], [middle - low, high - middle]
+        axes.errorbar(weights, middle, spread, fmt="osD^"[place] + "-", capsize=3, label=label)
+    axes.set(xscale="log", yscale="log")
     sizes = [run["size"] for run in ordered]
     axes.set_xticks([size**2 for size in sizes], [f"{size}×{size}" for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("weights of the layer")
-    axes.set_ylabel("time, in gradients of the network")
+    axes.set_ylabel("time in gradients (median, quartiles)")
     axes.set_title(f"{title} ({ordered[0].machine or 'unknown machine'})", fontsize=10)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
@@ -191,14 +183,14 @@ FIGURE_4 = Experiment(
     changed=(
         "The paper names neither its network nor its sizes: here 20-m-m-10 with ReLU, a batch of "
         "64 and the Hessian of the m × m weights in the middle.",
-        "Times are in gradients of the same network, and FAM's penalty is added, which needs no "
-        "Hessian.",
+        "Times are in gradients of the same network: medians of up to 20 rounds, with quartiles. "
+        "FAM's penalty is added, which needs no Hessian.",
         "functorch is what PyTorch has of it now, `torch.func.hessian`.",
     ),
     runs=runs,
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 0.5},
+    minutes={"small": 0.5, "full": 1.5},
     alone=True,
 )

@@ -8,8 +8,7 @@ call anew, which is most of its time for layers as small as these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,10 @@ from torch import Tensor
 from torch.func import hessian as functorch_hessian
 
 import saltflat as sf
+from saltflat.papers.columns import column, largest
 from saltflat.papers.experiment import Experiment, Row, Size
-from saltflat.papers.relative_flatness.figure_4 import Layer, draw_times, seconds
+from saltflat.papers.relative_flatness.figure_4 import Layer, draw_times, ratios
+from saltflat.papers.timed import Call, by_turns, median_row
 from saltflat.sweep import Outcome, Run, Settings
 
 if TYPE_CHECKING:
@@ -34,10 +35,8 @@ METHODS = {
 def runs(size: Size) -> list[Settings]:
     sizes = (8, 16, 32, 64, 96, 512, 2048) if size == "full" else (4, 8, 16, 24, 64)
     most = 96 if size == "full" else 24  # beyond it the Hessian is not written out
-    return [
-        {"size": each, "batch": 64, "repeats": 3, "probes": 100, "dense": each <= most}
-        for each in sizes
-    ]
+    common: Settings = {"batch": 64, "probes": 100, "rounds": 20, "seconds": 5.0}
+    return [{"size": each, "dense": each <= most, **common} for each in sizes]
 
 
 def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:
@@ -47,23 +46,24 @@ def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:
 def _timed(settings: Mapping[str, Any], device: torch.device) -> Outcome:
     layer = Layer.of_size(settings["size"], settings["batch"], device)
     weight, probes = layer.weight, settings["probes"]
-    signs = torch.Generator().manual_seed(0)
-    clocked = partial(seconds, device=device, repeats=settings["repeats"])
-    unit = min(clocked(layer.gradient) for _ in range(5))
+    signs = torch.Generator(device).manual_seed(0)
 
     def exact() -> sf.Trace:
         return sf.trace(layer.model, (layer.x, layer.y), parameters=[layer.name], progress=False)
 
     truth, estimates = exact(), _estimates(layer, weight, probes, signs)
-    times: dict[str, float | None] = {
-        "functorch": clocked(lambda: _dense(layer, weight)) / unit if settings["dense"] else None,
-        "hutchinson": clocked(lambda: _estimates(layer, weight, probes, signs)) / unit,
-        "ours": clocked(exact) / unit,
+    calls: dict[str, Call] = {
+        "hutchinson": lambda: _estimates(layer, weight, probes, signs),
+        "ours": exact,
     }
+    if settings["dense"]:
+        calls["functorch"] = lambda: _dense(layer, weight)
+    often = {"rounds": settings["rounds"], "seconds": settings["seconds"]}
+    times = by_turns(calls, layer.gradient, device, **often)
     dense = float(_dense(layer, weight)) if settings["dense"] else None
     return {
-        **times,
-        "gradient_seconds": unit,
+        **{name: times[name].units if name in times else None for name in METHODS},
+        "gradient_seconds": median(times["ours"].unit),
         "trace": truth.total,
         "exact": truth.exact,
         "ours_error": None if dense is None else abs(truth.total - dense) / abs(dense),
@@ -81,7 +81,8 @@ def _estimates(layer: Layer, weight: Tensor, probes: int, signs: torch.Generator
     (gradient,) = torch.autograd.grad(layer.loss(weight), weight, create_graph=True)
     found = []
     for _ in range(probes):
-        v = (2 * torch.randint(2, weight.shape, generator=signs) - 1).to(weight)
+        v = 2 * torch.randint(2, weight.shape, generator=signs, device=weight.device) - 1
+        v = v.to(weight)
         (product,) = torch.autograd.grad(gradient, weight, v, retain_graph=True)
         found.append((product.detach() * v).sum())
     return torch.stack(found)
@@ -94,14 +95,14 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         what = f"{run['size']}×{run['size']} weights"
         for method, title in METHODS.items():
             if run[method] is not None:
-                table.append(Row(f"{what}, {title}", run[method], note=_note(run, method)))
+                table.append(median_row(f"{what}, {title}", run[method], _note(run, method)))
     dense = [run for run in runs if run["functorch"] is not None]
-    largest = max(dense, key=lambda run: run["size"])
-    what = f"functorch / exact without the Hessian, {largest['size']}×{largest['size']} weights"
-    table.append(Row(what, largest["functorch"] / largest["ours"]))
-    ratio = fmean(run["hutchinson"] / run["ours"] for run in runs)
+    last = max(dense, key=lambda run: run["size"])
+    what = f"functorch / exact without the Hessian, {last['size']}×{last['size']} weights"
+    table.append(median_row(what, ratios(last, "functorch", "ours")))
+    ratio = fmean(median(ratios(run, "hutchinson", "ours")) for run in runs)
     table.append(Row("Hutchinson / exact without the Hessian, mean over sizes", ratio))
-    worst = max(run["ours_error"] for run in dense)
+    worst = largest(column(dense, "ours_error"))
     table.append(Row("exact trace, largest relative difference to functorch's", worst))
     return table
 
@@ -124,14 +125,14 @@ FIGURE_5 = Experiment(
     changed=(
         "The paper names neither its network, nor its sizes, nor how many probes it takes: here "
         "20-m-m-10 with ReLU, a batch of 64 and 100 probes.",
-        "Times are in gradients of the same network, and the exact trace without the Hessian is "
-        "added.",
+        "Times are in gradients of the same network: medians of up to 20 rounds, with quartiles. "
+        "The exact trace without the Hessian is added.",
         "Beyond 96 × 96 weights (24 × 24 in the small size) the Hessian is not written out.",
     ),
     runs=runs,
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 0.5},
+    minutes={"small": 0.5, "full": 1},
     alone=True,
 )

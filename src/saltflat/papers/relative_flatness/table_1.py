@@ -23,8 +23,8 @@ from torch.optim import SGD, Optimizer
 import saltflat as sf
 from saltflat import zoo
 from saltflat.datasets import Data, cifar10, compose, crop, cutout, fashion_mnist, flip
+from saltflat.papers.columns import column, differences, draw_seeds, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
-from saltflat.papers.relative_flatness.seeds import differences, mean_and_error
 from saltflat.papers.trained import accuracy, fit, mean_loss, one_cycle
 from saltflat.sweep import Outcome, Run, Settings
 
@@ -91,7 +91,7 @@ def runs(data: str, size: Size) -> list[Settings]:
     )
     return [
         {"data": data, **common, "method": method, "seed": seed, **METHODS[method]}
-        for seed in range(5 if size == "full" else 3)
+        for seed in range(5)
         for method in METHODS
     ]
 
@@ -163,22 +163,17 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     for method, some in by_method.items():
         what = f"{task.title}, {method}: test accuracy, %"
         note = f"here {_here(some)}; there {task.there}"
-        table.append(_row(what, [r["accuracy"] for r in some], _published(task, method), note))
+        table.append(mean_row(what, column(some, "accuracy"), _published(task, method), note))
     for method, some in by_method.items():
         if method != "SGD" and "SGD" in by_method:
             what = f"{task.title}, {method}: more than SGD's accuracy, points"
-            gain = _published(task, method) - task.published["SGD"]
+            gain = round(_published(task, method) - task.published["SGD"], 2)
             found = differences(some, by_method["SGD"], "accuracy")
-            table.append(_row(what, found, gain, "differences of the same seed"))
+            table.append(mean_row(what, found, gain, "differences of the same seed"))
     for method, some in by_method.items():
         what = f"{task.title}, {method}: relative flatness of the last layer"
-        table.append(_row(what, [r["relative_flatness"] for r in some], None, _here(some)))
+        table.append(mean_row(what, column(some, "relative_flatness"), None, _here(some)))
     return table
-
-
-def _row(what: str, values: Sequence[float], published: float | None, note: str) -> Row:
-    ours, error = mean_and_error(values)
-    return Row(what, ours, error, None if published is None else round(published, 2), note)
 
 
 def _here(runs: Sequence[Run]) -> str:
@@ -205,7 +200,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("accuracy", "relative_flatness"), strict=True):
         for place, some in enumerate(by_method.values()):
-            _column(axes, place, [run[name] for run in some])
+            draw_seeds(axes, place, column(some, name))
         labels = [method.replace(", ", "\n") for method in by_method]
         axes.set_xticks(range(len(by_method)), labels, fontsize=8)
         axes.set_xlim(-0.6, len(by_method) - 0.4)
@@ -218,12 +213,6 @@ def draw(runs: Sequence[Run]) -> Figure:
     panels[1].set_ylabel("relative flatness of the last layer")
     figure.suptitle(f"{task.title}: {_here(next(iter(by_method.values())))} (lines: mean ± s.e.)")
     return figure
-
-
-def _column(axes: Any, place: int, values: Sequence[float]) -> None:
-    mean, error = mean_and_error(values)
-    axes.plot([place - 0.15] * len(values), values, "o", ms=4, alpha=0.6, c=f"C{place}")
-    axes.errorbar(place + 0.1, mean, error or 0.0, fmt="_", ms=14, capsize=4, c=f"C{place}")
 
 
 _CHANGED = (
@@ -262,7 +251,7 @@ def _experiment(
     )
 
 
-TABLE_1 = _experiment("table-1", "cifar10", (), {"small": 3, "full": 20})
+TABLE_1 = _experiment("table-1", "cifar10", (), {"small": 4, "full": 20})
 TABLE_1_FASHION_MNIST = _experiment(
-    "table-1-fashion-mnist", "fashion_mnist", _FASHION, {"small": 2, "full": 14}
+    "table-1-fashion-mnist", "fashion_mnist", _FASHION, {"small": 3, "full": 14}
 )

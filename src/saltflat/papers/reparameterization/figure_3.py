@@ -18,13 +18,13 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.datasets import Data
 from saltflat.measures import KappaTrace, Rho
+from saltflat.papers.columns import column
 from saltflat.papers.correlations import Kind, correlation
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.random_labels import images, started
 from saltflat.papers.reparameterization.minima import (
     alike,
     changes,
-    column,
     finite,
     generalisation,
     reached,

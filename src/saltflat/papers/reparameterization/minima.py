@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from math import isfinite, nan
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from saltflat.datasets import Data
-from saltflat.papers.columns import mean_row
+from saltflat.papers.columns import column, mean_row
 from saltflat.papers.experiment import Row
 from saltflat.papers.random_labels import Order, scores
 from saltflat.papers.reparameterization.product import with_products
@@ -54,10 +54,6 @@ def finite(outcome: dict[str, Any]) -> bool:
     return isfinite(outcome["train_loss"]) and isfinite(outcome["test_loss"])
 
 
-def column(runs: Sequence[Run], name: str) -> list[float]:
-    return [float(run[name]) for run in runs]
-
-
 def changes(runs: Sequence[Run], before: str, after: str) -> list[float]:
     """|after / before − 1| of every network for which there are both."""
     pairs = [(float(run[before]), float(run[after])) for run in runs]
@@ -77,4 +73,4 @@ def _mean(what: str, runs: Sequence[Run]) -> Row:
     some = losses[np.isfinite(losses)]
     lost = f"{len(some)} of {len(runs)} networks, the others diverged"
     note = lost if len(some) < len(runs) else ""
-    return mean_row(what, some.tolist(), note=note) if len(some) else Row(what, nan, note=note)
+    return mean_row(what, some.tolist(), note=note)

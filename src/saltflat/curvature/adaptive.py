@@ -1,0 +1,558 @@
+"""Adaptive rank: of all pairs (sample, direction), those that matter are sent backwards.
+
+What a direction u of a sample gives to a trace is ‖Jᵀu‖², about proportional to its size s = |u|²:
+on trained networks the ratio varies by a quarter to a half of its mean, while s itself ranges over
+many orders of magnitude, as confident samples have next to no curvature in their outputs. So
+
+1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and keeps s;
+2. pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
+   belongs to the sample and the direction, and then has the weight S/(m s), for S the sum of s
+   below τ and m the pairs drawn there.
+
+Drawn pairs are sent at their weight, u √(S/(m s)): all with the same length. What arrives, y, adds
+up to an estimate for all that are below τ. (It is a ratio, whose bias is about its error over √m.)
+Its error is the spread of the y,
+
+    variance = m/(m − 1) Σ (1 − s/τ)(y − ȳ)²,
+
+with 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. τ is the largest that keeps every
+block's error within the tolerance, with a margin, by what the ratio varies by in a pilot, whose
+draws are thrown away. That depends on s: a pilot looks where τ will about be. Where it leaves too
+little to save, all pairs are sent: an ordinary sweep.
+
+Samples are gathered by how many of their directions travel, so that the passes are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from saltflat.curvature.contractions import Term, Weight
+from saltflat.curvature.estimators import Quantity, mean_error, uniforms
+from saltflat.curvature.loss_hessian import direction_count, ranked
+from saltflat.curvature.plan import Plan, Refutation, Settings, leaf_shapes
+from saltflat.curvature.sweep import (
+    CURVATURE,
+    FORMS,
+    Chunk,
+    Kind,
+    Pass,
+    Requests,
+    backward,
+    direction_price,
+    live_uses,
+    reduce,
+)
+from saltflat.losses import Loss, divisor
+from saltflat.risk import Batch, Risk, alike, join
+from saltflat.work import FORWARD
+
+# Kinds with more than one number a block. What they add up to is a number for every pair, and has
+# an error. Single entries have none that holds: one that few pairs feed is 0 ± 0 if none is drawn.
+WHOLE: frozenset[Kind] = frozenset({"diagonal", "columns", "rows"})
+_ADDED: dict[Kind, Kind] = {"diagonal": "trace"}
+
+_LEAST = 128  # pairs to be drawn, about
+_PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
+_GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
+_AIM = 0.75  # of the tolerance
+_ROUNDS = 3
+_WORTH = 0.7  # of the price of a sweep
+_GROUPS = 16  # of the drawn pairs, whose sums tell the error of single entries
+_ROWS = 1024  # of a batch of gathered samples
+_BLOCK = 4096  # samples that are drawn from at a time
+_PADDING = 256  # empty directions that a batch less is worth
+# Directions that gathered samples are sent with: no more than a third of them empty.
+_LADDER = torch.tensor([1, 2, 3] + [k << e for e in range(1, 40) for k in (2, 3)])
+
+
+@final
+@dataclass
+class Survey(Pass):
+    """The sizes of all directions, (samples, directions), and the outputs that they are of."""
+
+    must_be_linear: bool = field(kw_only=True)
+    sizes: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    unsuited: str = ""
+    _latest: tuple[Tensor, Tensor] | None = None
+
+    def copes(self, plan: Plan) -> bool:
+        return not self.must_be_linear or all(map(plan.allows, self.requests))
+
+    def measure(self, chunk: Chunk) -> Refutation | None:
+        self.risk.work.add(chunk.batch.size, FORWARD)
+        count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
+        if count > self.settings.max_directions:
+            return Refutation(directions=count)
+        sides = ranked(self.loss, chunk.outputs, chunk.batch)
+        if sides is None:
+            self.unsuited = f"the directions of {self.loss.name} are not ranked"
+            return None
+        self._latest = sides.sizes().cpu(), chunk.outputs.detach()
+        return None
+
+    def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
+        super()._count(size, normaliser, counted, even)
+        if self._latest is None:
+            self.unsuited = self.unsuited or "some samples have no curvature"
+            return
+        sizes, outputs = self._latest
+        self.sizes.append(sizes)
+        self.outputs.append(outputs)
+        self._latest = None
+        if (
+            sizes.shape[1] != self.sizes[0].shape[1]
+            or outputs.shape[1:] != self.outputs[0].shape[1:]
+        ):
+            self.unsuited = "samples have unlike numbers of directions"
+
+
+@final
+class Population:
+    """All pairs, by their sizes: what a threshold τ costs, and how noisy it is."""
+
+    def __init__(self, sizes: Tensor) -> None:
+        self.sizes = sizes.flatten().sort().values
+        self.first, self.second = self.sizes.cumsum(0), self.sizes.square().cumsum(0)
+        largest, whole = float(self.sizes[-1]), float(self.first[-1])
+        # From far below the largest, where all that matters is sent, to where none is drawn.
+        self.offers = torch.logspace(-12, 0, 1024, dtype=torch.float64).flip(0)
+        self.offers = self.offers * (whole + largest)
+
+    def threshold(self, noise: float, tolerance: float) -> float:
+        """The largest τ that keeps a tolerance, with some pairs to draw; 0 if there is none.
+
+        Where ratios vary by `noise`, the variance is noise² Σ s (τ − s), over s < τ.
+        """
+        below = torch.searchsorted(self.sizes, self.offers) - 1
+        some = below >= 0
+        first = self.first[below.clamp(min=0)] * some
+        second = self.second[below.clamp(min=0)] * some
+        small = noise**2 * (self.offers * first - second) <= tolerance**2
+        good = small & (first >= _LEAST * self.offers)
+        return float(self.offers[good][0]) if bool(good.any()) else 0.0
+
+    def halves(self, threshold: float) -> tuple[float, float]:
+        """The sizes of all pairs below and above a threshold."""
+        below = float(self.sizes[self.sizes < threshold].sum())
+        return below, float(self.first[-1]) - below
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Those that are sent backwards, by samples."""
+
+    samples: Tensor
+    directions: Tensor
+    weights: Tensor
+    chances: Tensor  # 1 for those that are sent in any case
+    groups: Tensor  # of the sample
+    unit: float  # weight times size of the drawn ones
+
+    @property
+    def drawn(self) -> Tensor:
+        return self.chances < 1
+
+    def among(self, samples: range) -> Pairs:
+        """Those of some samples, which are counted from the first of them."""
+        here = (self.samples >= samples.start) & (self.samples < samples.stop)
+        return Pairs(
+            self.samples[here] - samples.start,
+            self.directions[here],
+            self.weights[here],
+            self.chances[here],
+            self.groups[here],
+            self.unit,
+        )
+
+
+def choose(sizes: Tensor, threshold: float, *key: int) -> Pairs:
+    """The pairs for a threshold; which are drawn does not depend on any other sample."""
+    found, rest = list[tuple[Tensor, Tensor, Tensor]](), 0.0
+    for start in range(0, len(sizes), _BLOCK):
+        part = sizes[start : start + _BLOCK]
+        chances = (part / threshold).clamp(max=1)
+        numbers = uniforms(range(start, start + len(part)), part.shape[1], *key)
+        samples, directions = (numbers < chances).nonzero(as_tuple=True)
+        found.append((samples + start, directions, chances[samples, directions]))
+        rest += float(part[chances < 1].sum())
+    samples, directions, chances = (torch.cat(each) for each in zip(*found, strict=True))
+    drawn = chances < 1
+    unit = rest / max(1, int(drawn.sum()))
+    weights = torch.where(drawn, unit / (chances * threshold), 1.0)
+    group = uniforms(range(len(sizes)), 1, *key, _GROUPS)[:, 0].mul_(_GROUPS).long()
+    return Pairs(samples, directions, weights, chances, group[samples], unit)
+
+
+def pilot(sizes: Tensor, threshold: float, *key: int) -> Pairs:
+    """Some pairs from below a threshold and fewer from above, all sent with length 1."""
+    below = sizes < threshold
+    low, high = (sizes * below).sum(), (sizes * ~below).sum()
+    chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
+    numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
+    samples, directions = (numbers < chances).nonzero(as_tuple=True)
+    size = sizes[samples, directions]
+    return Pairs(samples, directions, 1 / size, size / threshold, torch.zeros_like(samples), 1.0)
+
+
+@final
+class Packing:
+    """Gathers samples that have as many directions to send, from all batches.
+
+    A row is a sample with some of its pairs. With `apart`, rows of drawn pairs are kept from those
+    of certain ones, and from other groups.
+    """
+
+    def __init__(self, pairs: Pairs, apart: bool) -> None:
+        lots = (pairs.drawn * (1 + pairs.groups)) if apart else torch.zeros_like(pairs.samples)
+        rows, row, counts = torch.unique(
+            pairs.samples * (_GROUPS + 1) + lots, return_inverse=True, return_counts=True
+        )
+        self.samples, self.lots = rows // (_GROUPS + 1), rows % (_GROUPS + 1)
+        # Of several ranks, one may have no pairs to send.
+        self.width = _widths(counts, _PADDING * (int(lots.max()) + 1)) if len(rows) else counts
+        self.members = row.argsort(stable=True)
+        self.starts = counts.cumsum(0) - counts
+        self.counts = counts
+        self.packs: list[tuple[int, Tensor]] = []  # lot, and (directions, rows) of pairs, or −1
+
+    def batches(self, risk: Risk) -> Iterator[Batch]:
+        """Gathered samples; `packs` has what they are to send, in the same order."""
+        waiting: dict[tuple[int, int], tuple[list[Batch], list[Tensor]]] = {}
+        start = 0
+        for batch in risk.batches():
+            here = torch.searchsorted(self.samples, torch.tensor([start, start + batch.size]))
+            for key, rows in self._by_key(range(*here.tolist())):
+                part = batch.take((self.samples[rows] - start).tolist())
+                parts, ids = waiting.setdefault(key, ([], []))
+                if parts and not _joinable(parts[0], part):
+                    yield self._pack(key, *waiting.pop(key))
+                    parts, ids = waiting.setdefault(key, ([], []))
+                parts.append(part)
+                ids.append(rows)
+                if sum(map(len, ids)) >= _ROWS:
+                    yield self._pack(key, *waiting.pop(key))
+            start += batch.size
+        for key, (parts, ids) in sorted(waiting.items(), key=lambda item: item[0]):
+            yield self._pack(key, parts, ids)
+
+    def _by_key(self, rows: range) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        keys = torch.stack([self.lots, self.width], 1)[rows.start : rows.stop]
+        for key in torch.unique(keys, dim=0):
+            same = (keys == key).all(1).nonzero()[:, 0]
+            yield (int(key[0]), int(key[1])), same + rows.start
+
+    def _pack(self, key: tuple[int, int], parts: list[Batch], ids: list[Tensor]) -> Batch:
+        lot, width = key
+        rows = torch.cat(ids)
+        place = torch.arange(width)[:, None]
+        at = (self.starts[rows] + place).clamp(max=len(self.members) - 1)
+        table = torch.where(place < self.counts[rows], self.members[at], -1)
+        self.packs.append((lot, table))
+        return join(parts)
+
+
+def _widths(counts: Tensor, padding: int) -> Tensor:
+    """How many directions rows of so many are sent with: of a few sizes, the next above each.
+
+    Where these are few rows they join the next size, which costs so many empty directions at most.
+    """
+    step = torch.searchsorted(_LADDER, counts)
+    place, rows = torch.arange(int(step.max()) + 1), torch.bincount(step).tolist()
+    for k in range(len(rows) - 1):
+        if rows[k] * int(_LADDER[k + 1] - _LADDER[k]) <= padding:
+            rows[k + 1] += rows[k]
+            place[place == k] = k + 1
+    return torch.minimum(_LADDER[place], counts.max())[step]
+
+
+def _joinable(one: Batch, other: Batch) -> bool:
+    return leaf_shapes(one) == leaf_shapes(other) and alike([one, other])
+
+
+@final
+@dataclass
+class PackedPass(Pass):
+    """Chosen pairs of gathered samples: `parts` has a number for every pair, `whole` sums of more
+    than a number by lots, of which the first are the pairs that are certain."""
+
+    survey: Survey = field(kw_only=True)
+    pairs: Pairs = field(kw_only=True)
+    packing: Packing = field(kw_only=True)
+    apart: bool = field(kw_only=True)
+    parts: dict[tuple[Kind, str], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    whole: dict[tuple[Kind, str], dict[int, Tensor]] = field(default_factory=dict)
+    outputs: Tensor = field(init=False)
+    _whole: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # of the chunk at hand
+    _table: Tensor = field(init=False)
+    _lot: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        outputs = self.survey.outputs
+        self.outputs = torch.cat(outputs) if outputs else torch.empty(0)
+
+    def copes(self, plan: Plan) -> bool:
+        return self.survey.copes(plan)
+
+    def measure(self, chunk: Chunk) -> Refutation | None:
+        size = chunk.batch.size
+        self._lot, table = self.packing.packs[chunk.index]
+        self._table, self._whole = table[:, chunk.first : chunk.first + size], {}
+        columns = self._columns(chunk)
+        names = frozenset(self.requests)
+        live = live_uses(chunk.uses, chunk.plan, names)
+        price = direction_price(frozenset[Kind]().union(*self.requests.values()))
+        self.risk.work.add(size, FORWARD + len(columns) * price)
+        group = self.together(chunk)
+        for start in range(0, len(columns), group):
+            part = columns[start : start + group]
+            arrived = backward(chunk.outputs, live, chunk.plan, part)
+            with torch.no_grad():
+                for name, term in self.terms(chunk, live, arrived, names):
+                    self._add(name, term, start, len(part), slice(size))
+            written = self.written_out(chunk.plan, CURVATURE)
+            for rows, name, term in self.generic_terms(chunk, part, written):
+                self._add(name, term, start, len(part), rows)
+        return None
+
+    def _columns(self, chunk: Chunk) -> Tensor:
+        """The chosen directions, (D, n, …), each times the root of its weight.
+
+        They are those of the outputs of the survey: a sample's outputs may round otherwise in other
+        company, and rank otherwise.
+        """
+        pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
+        rows = pairs.samples[self._table[0]].to(self.outputs.device)
+        sides = ranked(self.loss, self.outputs[rows], chunk.batch)
+        assert sides is not None
+        columns = sides.chosen(pairs.directions[at].masked_fill(none, -1).to(rows.device))
+        root = pairs.weights[at].sqrt().to(columns)
+        return columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
+
+    def _add(self, name: str, term: Term, start: int, count: int, rows: slice) -> None:
+        wanted, weight = self.requests[name], self.weights.get(name)
+        self._place("trace", name, start, rows, term.squares(count))
+        if "diagonal" in wanted and self.apart:
+            self._more("diagonal", name, term.diagonal(None))
+        forms = wanted & FORMS.keys()
+        for d in range(count if forms else 0):
+            apart: dict[Kind, Tensor] = {}
+            for kind, value in reduce(term.direction(d), forms, weight, None, apart):
+                if kind in WHOLE and self.apart:
+                    self._more(kind, name, value)
+                self._place(kind, name, start + d, rows, apart[kind].unsqueeze(0))
+
+    def _place(self, kind: Kind, name: str, start: int, rows: slice, values: Tensor) -> None:
+        """Numbers of some directions of some of the chunk's samples."""
+        if (kind, name) not in self.pending:
+            self.pending[kind, name] = values.new_zeros(self._table.shape)
+        self.pending[kind, name][start : start + len(values), rows] = values
+
+    def _more(self, kind: Kind, name: str, value: Tensor) -> None:
+        known = self._whole.get((kind, name))
+        self._whole[kind, name] = value.double() if known is None else known.add_(value)
+
+    def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
+        real = self._table >= 0
+        self.parts.setdefault(key, []).append((self._table[real], value[real.to(value.device)]))
+        if (whole := self._whole.pop(key, None)) is not None:
+            self._put(key, whole)
+        # The diagonal comes with the trace.
+        other: tuple[Kind, str] = "diagonal", key[1]
+        if key[0] == "trace" and other in self._whole:
+            self._put(other, self._whole.pop(other))
+
+    def _put(self, key: tuple[Kind, str], value: Tensor) -> None:
+        lots = self.whole.setdefault(key, {})
+        lots[self._lot] = lots[self._lot].add_(value) if self._lot in lots else value
+
+    def part(self, kind: Kind, name: str) -> Tensor:
+        """What came of every pair, not divided by the loss's normaliser; 0 where nothing did."""
+        numbers = torch.zeros(len(self.pairs.samples), dtype=torch.float64)
+        for places, values in self.parts.get((kind, name), []):
+            numbers[places] = values.cpu().double()
+        return numbers
+
+
+@final
+class Drawn:
+    """The estimates that a pass over chosen pairs gives."""
+
+    def __init__(self, done: PackedPass, pairs: Pairs, scale: float) -> None:
+        self.done, self.pairs, self.scale = done, pairs, scale
+        self.drawn = pairs.drawn
+        self.count = int(self.drawn.sum())
+        self.spared = 1 - self.pairs.chances[self.drawn]
+        wanted = {(kind, n) for n, kinds in done.requests.items() for kind in kinds - {"magnitude"}}
+        keys = sorted({(_ADDED.get(kind, kind), name) for kind, name in wanted})
+        # Pairs are in the order of samples, and samples in that of ranks.
+        told = done.reduction.each(lambda: [done.part(*key) for key in keys])
+        parts = (torch.cat(each) / scale for each in zip(*told, strict=True))
+        self.parts = dict(zip(keys, parts, strict=True))
+        lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
+        self.lots = done.reduction.totals(lots, done.risk.device)
+
+    def _sums(self) -> Iterator[Tensor]:
+        """What came of every pair, of every block and of all of them."""
+        yield from self.parts.values()
+        for kind in {kind for kind, _ in self.parts}:
+            yield self._sum(kind)
+
+    def _sum(self, kind: Kind) -> Tensor:
+        return torch.stack([y for (k, _), y in self.parts.items() if k == kind]).sum(0)
+
+    def error(self, values: Tensor) -> tuple[float, float]:
+        """The standard error of a sum over pairs, and its degrees of freedom."""
+        y = values[self.drawn]
+        terms = self.spared * (y - y.mean()).square() * (self.count / (self.count - 1))
+        total = float(terms.sum())
+        if total <= 0:
+            return 0.0, inf
+        return sqrt(total), 2 / float((terms / total).square().sum())
+
+    def within(self, tolerance: float) -> bool:
+        return all(self.error(y)[0] <= tolerance * abs(float(y.sum())) for y in self._sums())
+
+    def noise(self, whole: tuple[float, float] | None = None) -> float:
+        """By how much of their block's value a ratio varies, in the block where that is most.
+
+        Of a pilot, `whole` are the sizes of all pairs below and above its threshold.
+        """
+        most = 0.0
+        for y in self._sums():
+            total, low, high = float(y.sum()), y[self.drawn] / self.pairs.unit, y[~self.drawn]
+            if whole is not None:
+                total = whole[0] * float(low.mean())
+                total += whole[1] * float(high.mean()) if len(high) else 0.0
+            if total > 0 and len(low) > 1:
+                most = max(most, float(low.std()) / total)
+        return most
+
+    def _draws(self, whole: Tensor, lots: Tensor) -> Tensor:
+        """Independent estimates, one a group of the drawn pairs, by the groups' sums.
+
+        They scatter about their mean, the value, as the estimate does about the truth.
+        """
+        sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=_GROUPS) / self.count
+        share = sizes.to(lots).reshape(-1, *[1] * (lots.ndim - 1))
+        shrink = sqrt(float(self.spared.mean()) * self.count / (self.count - 1))
+        spread: Tensor = lots - share * lots.sum(0)
+        return whole + _GROUPS * shrink * spread
+
+    def _grouped(self, kind: Kind, name: str) -> tuple[Tensor, Tensor]:
+        """A block's value, and the sums of its groups."""
+        if kind not in WHOLE:
+            y = self.parts[kind, name]
+            lots = torch.zeros(_GROUPS, dtype=torch.float64)
+            lots.index_add_(0, self.pairs.groups[self.drawn], y[self.drawn])
+            return y.sum(), lots
+        zeros = self.done.zeros(kind, name)
+        found = [self.lots.get((kind, name, lot), zeros).cpu() for lot in range(1 + _GROUPS)]
+        lots = torch.stack(found)
+        lots /= self.scale
+        return lots.sum(0), lots[1:]
+
+    def quantity(self, kind: Kind) -> Quantity:
+        result = Quantity({}, sizes=(1,) * _GROUPS)
+        names = [name for name, wanted in self.done.requests.items() if kind in wanted]
+        if kind == "magnitude":  # of what nothing is negative in
+            result.values = {name: self.done.zeros(kind, name).cpu() for name in names}
+            return result
+        for name in names:
+            value, lots = self._grouped(kind, name)
+            draws = self._draws(value, lots)
+            result.values[name], result.draws[name] = value, draws
+            result.errors[name] = mean_error(draws, result.sizes)[1]
+            if kind not in WHOLE:
+                stderr, result.freedom[name] = self.error(self.parts[kind, name])
+                result.errors[name] = torch.tensor(stderr, dtype=torch.float64)
+        whole = self._sum(_ADDED.get(kind, kind))
+        result.total_stderr, result.total_degrees = self.error(whole)
+        return result
+
+
+@final
+@dataclass(slots=True)
+class AdaptiveRank:
+    """The search for a threshold that keeps a tolerance, and the passes that it takes."""
+
+    risk: Risk
+    loss: Loss
+    settings: Settings
+    weights: Mapping[str, Weight]
+    requests: Requests
+    plan: Plan
+    seed: int
+    hessian: bool
+    spent: float = field(default=0.0, init=False)  # of the price of a sweep
+    sent: int = field(default=0, init=False)  # pairs, of so many
+    pairs: int = field(default=0, init=False)
+    samples: int = field(default=0, init=False)
+    rules: dict[str, set[str]] = field(default_factory=dict, init=False)
+
+    def run(self, stream: Iterable[Batch]) -> Drawn | Refutation | str:
+        """Estimates within the tolerance; or why a sweep is no dearer."""
+        parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
+        survey = Survey(*parts, must_be_linear=self.hessian)
+        if refutation := survey.run(stream, self.plan):
+            return refutation
+        told = self.risk.reduction.each(lambda: (survey.unsuited, survey.sizes))
+        if reasons := [unsuited for unsuited, _ in told if unsuited]:
+            return reasons[0]
+        self.samples = survey.samples
+        sizes = torch.cat([part for _, parts in told for part in parts])
+        self.pairs = sizes.numel()
+        if sizes.numel() < 8 * sum(_PILOT):
+            return f"there are only {sizes.numel()} pairs of a sample and a direction"
+        population = Population(sizes)
+        guess = _GUESS / float(sizes.sum())
+        for attempt in range(1 + _ROUNDS):
+            threshold = population.threshold(guess, _AIM * self.settings.tolerance)
+            if threshold == 0 or not self._worth(sizes, threshold, attempt):
+                return "so many directions matter that to choose among them saves too little"
+            draw = choose if attempt else pilot
+            pairs = draw(sizes, threshold, self.seed, attempt)
+            done = self._pass(survey, pairs, attempt > 0)
+            if isinstance(done, Refutation):
+                return done
+            estimate = Drawn(done, pairs, divisor(self.loss, survey.normaliser))
+            if attempt and estimate.within(self.settings.tolerance):
+                return estimate
+            guess = estimate.noise(None if attempt else population.halves(threshold))
+        return "the tolerance was missed again and again"
+
+    def _worth(self, sizes: Tensor, threshold: float, attempt: int) -> bool:
+        """Whether a pass is worth its price, which is then spent; that of a pilot is small."""
+        chances = (sizes / threshold).clamp(max=1)
+        touched = float(1 - (1 - chances).prod(1).mean())
+        each = direction_price(frozenset[Kind]().union(*self.requests.values()))
+        price = FORWARD * touched + each * float(chances.sum(1).mean())
+        spent = self.spent + price / (each * sizes.shape[1])
+        self.spent = spent if attempt else 0.0
+        return spent <= _WORTH
+
+    def _pass(self, survey: Survey, pairs: Pairs, final: bool) -> PackedPass | Refutation:
+        """One pass over chosen pairs; a pilot makes numbers alone."""
+        self.sent += len(pairs.samples)
+        kinds = frozenset[Kind]().union(*self.requests.values())
+        apart = final and bool(kinds & WHOLE)
+        first = self.risk.offset
+        pairs = pairs.among(range(first, first + survey.own))
+        packing = Packing(pairs, apart)
+        parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
+        done = PackedPass(*parts, survey=survey, pairs=pairs, packing=packing, apart=apart)
+        # Gathered samples are elsewhere in their batch than those that were looked at.
+        plan = replace(self.plan, places=())
+        refutation = done.run(packing.batches(self.risk), plan)
+        for name, rules in done.rules.items():
+            self.rules.setdefault(name, set()).update(rules)
+        return refutation or done

@@ -1,0 +1,325 @@
+"""Adaptive rank: of the directions of all samples those that matter, within a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from dense import Dense
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from untouched import fingerprint
+
+import saltflat as sf
+from saltflat.curvature import adaptive
+from saltflat.curvature.adaptive import Pairs, choose
+from saltflat.curvature.estimators import uniforms
+from saltflat.curvature.loss_hessian import Factor, ranked
+from saltflat.losses import CrossEntropy, Loss, resolve
+from saltflat.risk import Batch
+
+TOLERANCE = 4e-3
+Data = tuple[Tensor, Tensor]
+
+
+def clusters(classes: int, samples: int, width: int = 6) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    centres = 2 * torch.randn(classes, width, generator=generator)
+    y = torch.randint(classes, (samples,), generator=generator)
+    x = centres[y] + 0.7 * torch.randn(samples, width, generator=generator)
+    return x.double(), y
+
+
+def fit(model: nn.Module, data: Data, loss: Callable[..., Tensor], steps: int) -> nn.Module:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(data[0]), data[1]).backward()
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+@cache
+def trained() -> tuple[nn.Module, Data]:
+    """A classifier that is confident of nearly all of 700 samples."""
+    torch.manual_seed(0)
+    data = clusters(8, 700)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    fit(model.double(), data, nn.functional.cross_entropy, 400)
+    assert float((model(data[0]).argmax(1) == data[1]).double().mean()) > 0.97
+    return model, data
+
+
+@cache
+def truth() -> dict[str, float]:
+    model, (x, y) = trained()
+    dense = Dense(model, x, y)
+    return {name: float(block.trace()) for name, block in dense.blocks(dense.hessian).items()}
+
+
+def scores(found: sf.Trace, known: dict[str, float]) -> list[float]:
+    """Errors over their standard errors, of the sum and of blocks that are not all but certain."""
+    pairs = [(found.total - sum(known.values()), found.stderr)]
+    pairs += [(d.value - known[n], float(d.stderr)) for n, d in found.details.items()]
+    return [error / stderr for error, stderr in pairs if stderr > 1e-9 * abs(found.total)]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[sf.Trace]:
+    model, data = trained()
+    return [sf.trace(model, data, tolerance=TOLERANCE, seed=seed) for seed in range(60)]
+
+
+def test_estimates_are_unbiased_and_their_errors_hold(drawn: list[sf.Trace]) -> None:
+    z = torch.tensor([scores(found, truth()) for found in drawn])
+    assert 0.75 < float(z.square().mean().sqrt()) < 1.25
+    assert float((z.abs() < 2).double().mean()) > 0.9
+    assert bool((z.mean(0).abs() < 3.5 / len(drawn) ** 0.5).all())
+
+
+def test_every_block_is_within_the_tolerance(drawn: list[sf.Trace]) -> None:
+    for found in drawn:
+        assert not found.exact
+        assert 0 < found.stderr <= TOLERANCE * found.total
+        for detail in found.details.values():
+            assert not detail.exact
+            assert float(detail.stderr) <= TOLERANCE * detail.value
+            assert detail.degrees > 3
+
+
+def test_fewer_pairs_are_sent_and_the_notes_say_so(drawn: list[sf.Trace]) -> None:
+    (note,) = drawn[0].notes
+    sent, every = (int(note.split()[k]) for k in (1, 3))
+    assert every == 700 * 7
+    assert sent < every / 2
+    assert note in drawn[0].details["0.weight"].reason
+
+
+def test_wrong_weights_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: drawn pairs that stand for themselves alone."""
+
+    def plain(*arguments: Any) -> Pairs:
+        right = choose(*arguments)
+        weights = torch.where(right.drawn, right.weights / 2, 1.0)
+        return Pairs(right.samples, right.directions, weights, *_rest(right))
+
+    monkeypatch.setattr(adaptive, "choose", plain)
+    model, data = trained()
+    found = [sf.trace(model, data, tolerance=TOLERANCE, seed=seed) for seed in range(3)]
+    z = torch.tensor([(f.total - sum(truth().values())) / f.stderr for f in found])
+    assert float(z.mean()) < -5
+
+
+def _rest(pairs: Pairs) -> tuple[Tensor, Tensor, float]:
+    return pairs.chances, pairs.groups, pairs.unit
+
+
+def test_results_do_not_depend_on_batches_or_chunks() -> None:
+    model, (x, y) = trained()
+    whole = sf.trace(model, (x, y), tolerance=TOLERANCE)
+    loader = DataLoader(TensorDataset(x, y), batch_size=33)
+    ways = [
+        sf.trace(model, loader, tolerance=TOLERANCE),
+        sf.trace(model, (x, y), tolerance=TOLERANCE, memory_budget=40_000),
+    ]
+    for other in ways:
+        assert other.notes == whole.notes
+        for name, detail in whole.details.items():
+            assert other[name] == pytest.approx(detail.value, rel=1e-12)
+            assert other.details[name].stderr == pytest.approx(detail.stderr, rel=1e-6, abs=1e-12)
+
+
+def test_the_seed_decides() -> None:
+    model, data = trained()
+    totals = [sf.trace(model, data, tolerance=TOLERANCE, seed=seed).total for seed in (1, 1, 2)]
+    assert totals[0] == totals[1] != totals[2]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, data = trained()
+    before = fingerprint(model)
+    sf.trace(model, data, tolerance=TOLERANCE)
+    after = fingerprint(model)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert str(value) == str(after[key])
+
+
+def test_without_a_tolerance_the_trace_is_exact() -> None:
+    model, data = trained()
+    found = sf.trace(model, data)
+    assert found.exact
+    assert not found.notes
+    for name, value in truth().items():
+        assert found[name] == pytest.approx(value, rel=1e-9)
+
+
+def unsuited() -> Iterator[Any]:
+    torch.manual_seed(1)
+    data = clusters(8, 700)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)).double()
+    few = tuple(part[:40] for part in data)
+    own = lambda o, t: nn.functional.cross_entropy(o, t) * 2  # noqa: E731
+    yield pytest.param(plain, data, {"tolerance": 1e-5}, "saves too little", id="all matter")
+    yield pytest.param(plain, few, {"tolerance": 0.01}, "only 280 pairs", id="few pairs")
+    yield pytest.param(plain, data, {"tolerance": 0.01, "loss": own}, "not ranked", id="own loss")
+
+
+@pytest.mark.parametrize(("model", "data", "options", "why"), list(unsuited()))
+def test_where_it_does_not_pay_the_sweep_is_exact(
+    model: nn.Module, data: Data, options: dict[str, Any], why: str
+) -> None:
+    found = sf.trace(model, data, **options)
+    assert found.exact
+    assert any(why in note and "not used" in note for note in found.notes)
+
+
+def test_a_diagonal_is_exact() -> None:
+    model, data = trained()
+    found = sf.diagonal(model, data, tolerance=TOLERANCE)
+    assert found.exact
+    assert any("single entries" in note for note in found.notes)
+
+
+def test_an_audit_is_exact() -> None:
+    model, data = trained()
+    few = tuple(part[:300] for part in data)
+    audit = sf.audit(model, few, measures=["hessian_trace"], elements=1, tolerance=0.05)
+    assert audit.ok
+
+
+def test_blocks_beside_curved_ones_are_exact() -> None:
+    torch.manual_seed(0)
+    data = clusters(8, 700)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    with pytest.warns(UserWarning, match="estimated"):
+        found = sf.trace(model, data, tolerance=0.5)
+    assert found.details["2.weight"].exact
+    assert not found.details["0.weight"].exact
+
+
+def test_measures_have_errors_that_hold() -> None:
+    model, data = trained()
+    names = ["hessian_trace", "minimum_sharpness", "normalized_sharpness", "rho"]
+    names += ["relative_flatness", "fisher_rao_norm"]
+    exact = sf.measure(model, data, measures=names, standing=False)
+    z: dict[str, list[float]] = {}
+    for seed in range(6):
+        found = sf.measure(
+            model, data, measures=names, standing=False, tolerance=TOLERANCE, seed=seed
+        )
+        for name, one in found.items():
+            if name == "fisher_rao_norm":
+                assert one.exact
+                assert one.value == pytest.approx(exact[name].value)
+                continue
+            assert not one.exact
+            z.setdefault(name, []).append((one.value - exact[name].value) / one.stderr)
+    every = torch.tensor(list(z.values()))
+    assert float(every.square().mean().sqrt()) < 1.6
+    assert bool((every.mean(1).abs() < 1.5).all())
+
+
+class Places(nn.Module):
+    """Classes at three places of every sample, and a parameter that no fast rule serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(3, 5)
+        self.mix = nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu().unflatten(1, (3, 3))
+        return self.last(torch.einsum("nij,jk->nik", hidden, self.mix)).movedim(2, 1)
+
+
+def others() -> Iterator[Any]:
+    torch.manual_seed(2)
+    x, y = clusters(5, 700)
+    places = torch.stack([y, (y + 1) % 5, (y + 3) % 5], 1)
+    weighted = nn.CrossEntropyLoss(
+        weight=torch.arange(1, 6).double(), label_smoothing=0.05, ignore_index=3
+    )
+    yield pytest.param(Places().double(), (x, places), "cross_entropy", 0.1, id="places")
+    yield pytest.param(Places().double(), (x, places), weighted, 0.1, id="weights")
+    x, y = clusters(8, 2000)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)).double()
+    hot = nn.functional.one_hot(y, 8).double()
+    yield pytest.param(net, (x, hot), "bce", 0.02, id="bce")
+    yield pytest.param(net, (x, hot), "mse", 0.05, id="mse")
+
+
+@pytest.mark.parametrize(("model", "data", "loss", "tolerance"), list(others()))
+def test_other_losses_and_shapes(model: nn.Module, data: Data, loss: Any, tolerance: float) -> None:
+    call = nn.functional.cross_entropy if isinstance(loss, str) else loss
+    if isinstance(loss, str) and loss != "cross_entropy":
+        call = {"bce": nn.functional.binary_cross_entropy_with_logits, "mse": nn.MSELoss()}[loss]
+    model = fit(model, data, call, 100)
+    exact = dict(sf.trace(model, data, loss))
+    z = []
+    for seed in range(6):
+        found = sf.trace(model, data, loss, tolerance=tolerance, seed=seed)
+        assert not found.exact, found.notes
+        z.append(scores(found, exact))
+    assert float(torch.tensor(z).square().mean().sqrt()) < 2
+
+
+FACTORS = {
+    "cross-entropy": ("cross_entropy", (7, 5), (7,)),
+    "places": (nn.CrossEntropyLoss(label_smoothing=0.1), (7, 5, 2), (7, 2)),
+    "bce": ("bce", (7, 3, 2), (7, 3, 2)),
+}
+
+
+def made(name: str, scale: float = 1.0) -> tuple[Factor, Loss, Tensor, Tensor]:
+    loss, shape, of = FACTORS[name]
+    torch.manual_seed(0)
+    outputs = scale * torch.randn(shape, dtype=torch.float64)
+    targets = torch.rand(of).double() if name == "bce" else torch.randint(5, of)
+    resolved = resolve(loss)
+    assert isinstance(resolved, Loss)
+    factor = ranked(resolved, outputs, Batch(outputs, targets, 7, "a test"))
+    assert factor is not None
+    return factor, resolved, outputs, targets
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_ranked_directions_add_up_to_the_output_hessian(name: str) -> None:
+    factor, loss, outputs, targets = made(name)
+    every = torch.arange(factor.count)[:, None].expand(-1, 7)
+    columns = factor.chosen(every).flatten(2)
+    for i in range(7):
+        hessian = torch.func.hessian(lambda o, i=i: loss.total(o, targets[i : i + 1]))(
+            outputs[i : i + 1]
+        ).reshape(outputs[0].numel(), -1)
+        assert torch.allclose(columns[:, i].T @ columns[:, i], hessian, atol=1e-12)
+    assert torch.allclose(factor.sizes(), columns.square().sum(2).T, atol=1e-12)
+    assert not factor.chosen(torch.full((1, 7), -1)).any()
+    mixed = torch.stack([torch.arange(7) % factor.count, torch.full((7,), -1)])
+    assert torch.equal(factor.chosen(mixed)[0].flatten(1), columns[mixed[0], torch.arange(7)])
+
+
+def test_sizes_of_confident_samples_keep_their_digits() -> None:
+    """In float32 at a logit of 30 the others have 1e-13 together."""
+    outputs = torch.tensor([[30.0, 0.0, -1.0]])
+    batch = Batch(outputs, torch.tensor([0]), 1, "a test")
+    sides = ranked(CrossEntropy(), outputs, batch)
+    assert sides is not None
+    p = outputs.double().softmax(1)[0]
+    trace = float((p[1:] * (1 - p[1:])).sum() + p[0] * p[1:].sum())
+    assert float(sides.sizes().sum()) == pytest.approx(trace, rel=1e-12)
+    assert float(sides.chosen(torch.tensor([[0], [1]])).square().sum()) == pytest.approx(trace)
+
+
+def test_numbers_belong_to_samples() -> None:
+    numbers = uniforms(range(1000), 7, 3)
+    assert torch.equal(uniforms(range(400, 500), 7, 3), numbers[400:500])
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.02
+    assert abs(float(numbers.var()) - 1 / 12) < 0.005
+    assert not torch.equal(uniforms(range(1000), 7, 4), numbers)

@@ -1,0 +1,195 @@
+"""distributed=True: several processes give what one gives that has all their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import cache
+from math import isclose, isnan
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from dense import Dense
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import saltflat as sf
+from saltflat.measures import MEASURES
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+Results = list[dict[Any, Any]]
+Worlds = Callable[[int], Results]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    """The results of all jobs in a world of so many ranks, which is started once."""
+    return cache(lambda count: ranks.started(count, tmp_path_factory.mktemp("world")))
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two results are not the same to 1e-10."""
+    if is_dataclass(one) and is_dataclass(other):
+        return differences(asdict(one), asdict(other), where)
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+        pairs = [(one[key], other[key], f"{where}/{key}") for key in one]
+    elif (
+        isinstance(one, Sequence)
+        and isinstance(other, Sequence)
+        and not isinstance(one, str)
+        and len(one) == len(other)
+    ):
+        pairs = [(a, b, f"{where}/{k}") for k, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        same = one == other
+        if isinstance(one, float) and isinstance(other, float):
+            same = isclose(one, other, rel_tol=1e-10, abs_tol=1e-13) or (
+                isnan(one) and isnan(other)
+            )
+        return [] if same else [f"{where}: {one} and {other}"]
+    return [line for pair in pairs for line in differences(*pair)]
+
+
+@pytest.mark.parametrize(("count", "job"), [(n, job) for n in ranks.JOBS for job in ranks.JOBS[n]])
+def test_several_ranks_give_what_one_process_gives(worlds: Worlds, count: int, job: str) -> None:
+    alone = ranks.SAME[job](ranks.all_batches(count), False)
+    for rank, results in enumerate(worlds(count)):
+        assert not differences(alone, results[job], f"{job} on rank {rank}")
+
+
+def test_every_measure_is_among_them(worlds: Worlds) -> None:
+    found = worlds(2)[0]
+    assert set(found["straight"]["measures"]) == set(MEASURES)
+    assert not found["straight"]["measures"]["hessian_trace"][1]  # exact …
+    assert found["curved"]["measures"]["hessian_trace"][1] > 0  # … and estimated
+
+
+def test_dense_hessian(worlds: Worlds) -> None:
+    """Against somebody else than ourselves: the Hessian written out, of all samples."""
+    x, y = map(torch.cat, zip(*ranks.all_batches(2), strict=True))
+    dense = Dense(ranks.relu(), x, y)
+    blocks = dense.blocks(dense.hessian)
+    for results in worlds(2):
+        for name, block in blocks.items():
+            diagonal = torch.tensor(results["curvature"]["diagonal"][name], dtype=torch.float64)
+            torch.testing.assert_close(diagonal.flatten(), block.diagonal(), rtol=1e-10, atol=1e-13)
+
+
+def test_noise_goes_by_the_place_of_a_sample_and_sums_by_all_ranks(worlds: Worlds) -> None:
+    """Negative controls: without either, the numbers are others."""
+    for results in worlds(2):
+        assert differences(results["curvature"]["propagated"][0], results["without_places"])
+        summed = {
+            n: sum(map(sum, d)) if isinstance(d[0], list) else sum(d)
+            for n, d in results["curvature"]["diagonal"].items()
+        }
+        assert all(results["without_sums"][n] < 0.9 * total for n, total in summed.items())
+
+
+REFUSALS = {
+    "nan": ("DataError", "batch 0 of rank 1 hold NaN"),
+    "wrong_shape": ("ForwardError", "batch 0 of rank 0"),
+    "wrong_on_one": ("ForwardError", "batch 0 of rank 1"),
+    "unsent": ("DistributedError", "Unsent: no luck"),
+    "coupled": ("DataError", "depend on the other samples"),
+    "joint": ("DataError", "is not a mean or a sum over samples"),
+    "joint_over_ranks": ("DataError", "is not a mean or a sum over samples"),
+    "other_model": ("ModelError", "'0.weight' is not the same on rank 0 and rank 1"),
+    "other_call": ("DistributedError", "All must make the same call"),
+    "other_vector": ("InvalidValue", "all must have the same"),
+    "padded": ("DataError", "repeats 1 of 7 samples"),
+    "functions": ("InvalidValue", "functions cannot be audited"),
+    "nothing": ("DataError", "The data are empty"),
+}
+
+
+@pytest.mark.parametrize("job", REFUSALS)
+def test_an_error_of_one_rank_is_one_of_all(worlds: Worlds, job: str) -> None:
+    kind, words = REFUSALS[job]
+    for results in worlds(2):
+        assert results[job][0] == kind
+        assert words in results[job][1]
+
+
+def test_an_interruption_of_one_rank_stops_the_others(worlds: Worlds) -> None:
+    first, second = (results["between"] for results in worlds(2))
+    assert first[0] == "KeyboardInterrupt"
+    assert second[0] == "DistributedError"
+    assert "KeyboardInterrupt" in second[1]
+    assert "rank 0 of 2" in second[1]
+
+
+@pytest.mark.parametrize("count", ranks.JOBS)
+def test_a_rank_that_dies_stops_the_others(worlds: Worlds, count: int) -> None:
+    *others, last = worlds(count)
+    assert "dies" not in last
+    for results in others:
+        assert results["dies"][0] == "DistributedError"
+        assert "A rank is gone" in results["dies"][1]
+        assert results["seconds", "dies"] < 60
+
+
+def test_beside_nccl(worlds: Worlds) -> None:
+    alone = dict(sf.trace(ranks.relu(), ranks.all_batches(2)))
+    for results in worlds(2):
+        assert not differences([alone, alone], results["beside_nccl"])
+
+
+def test_all_ranks_skip_by_one_clock(worlds: Worlds) -> None:
+    first, second = (results["clock"] for results in worlds(2))
+    assert first == second
+
+
+def test_shards_of_a_dataset(worlds: Worlds) -> None:
+    g = torch.Generator().manual_seed(4)
+    x, y = torch.randn(7, 4, generator=g).double(), torch.arange(7) % 3
+    alone = sf.measure(ranks.relu(), (x, y), measures=["hessian_trace"])["hessian_trace"].value
+    for results in worlds(2):
+        value, samples, count, notes = results["sharded"]
+        assert isclose(value, alone, rel_tol=1e-10)
+        assert (samples, count) == (7, 2)
+        assert "over 2 ranks with 3 + 4 samples" in notes
+
+
+def test_the_same_samples_on_all_ranks_are_told(worlds: Worlds) -> None:
+    for results in worlds(2):
+        assert any("every rank gave the same samples" in note for note in results["same_samples"])
+
+
+def test_without_distributed_a_rank_is_alone(worlds: Worlds) -> None:
+    samples, count, notes = worlds(2)[0]["alone"]
+    assert (samples, count) == (4, 1)
+    assert any("samples of rank 0 of 2 alone. Pass distributed=True" in note for note in notes)
+
+
+def test_a_shard_in_one_process_is_told() -> None:
+    dataset = TensorDataset(torch.randn(8, 4).double(), torch.arange(8) % 3)
+    loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
+    notes = sf.audit(ranks.relu(), loader, measures=["hessian_trace"], elements=1).notes
+    assert any("samples of rank 1 of 4 alone" in note for note in notes)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(sf.InvalidValue, match="needs a process group: start the program with"):
+        sf.measure(ranks.relu(), ranks.batches([3]), distributed=True)
+    with pytest.raises(sf.InvalidType, match="distributed must be True or False"):
+        sf.trace(ranks.relu(), ranks.batches([3]), distributed="yes")
+
+
+@pytest.mark.parametrize("length", [0, 3, 10])
+def test_shards_hold_every_sample_once(length: int) -> None:
+    shards = [list(sf.ShardSampler(range(length), rank=k, world=4)) for k in range(4)]
+    assert [i for shard in shards for i in shard] == list(range(length))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_shards_of_no_rank() -> None:
+    with pytest.raises(sf.InvalidValue, match="needs a process group"):
+        sf.ShardSampler([1, 2])
+    with pytest.raises(sf.InvalidValue, match="rank and world, or neither"):
+        sf.ShardSampler([1, 2], rank=0)
+    with pytest.raises(sf.InvalidValue, match="rank must be less than world, 2"):
+        sf.ShardSampler([1, 2], rank=2, world=2)
