@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -24,6 +24,7 @@ from saltflat.curvature import (
     Layer,
     MatrixName,
     Plan,
+    Settings,
     check_estimator,
     checked_settings,
     derivatives_explained,
@@ -56,6 +57,7 @@ from saltflat.report import (
     standing_of,
 )
 from saltflat.risk import Batch, Output, Risk, Unpack
+from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, check_samples, grown
 from saltflat.symmetries import Group
 from saltflat.watch import kept
 from saltflat.work import Callback, reporting
@@ -75,6 +77,7 @@ def measure(
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
     tolerance: float | None = None,
+    samples: Samples = "all",
     certify: Certify = "proof",
     max_directions: int = 1000,
     memory_budget: int | None = None,
@@ -103,7 +106,11 @@ def measure(
     estimator, tolerance : for what cannot be had exactly, and a tolerance that is given also for
         what can, as in `trace`: each kind of curvature that the measures are made of has it, and
         every measurement tells its own error.
-    seed : of the searches and estimates.
+    samples : "all", or "auto" for growing random parts of the data, until `Measurement.interval` of
+        every measure reaches at most 2 `tolerance` of its value to either side; see `trace`.
+        Measures that are no smooth function of means over samples (`sampling` is None) do not
+        apply then, unless half of the samples are not enough and all are measured.
+    seed : of the searches and estimates, and of the order in which samples are drawn.
     standing : whether to find out the loss, the accuracy and whether this is a minimum at all
         (`Report.standing`), for up to 2.7 gradients, and 2 more where the gradient vanishes.
     distributed : True, on every rank of torch's process group, each with its own samples as `data`:
@@ -133,27 +140,112 @@ def measure(
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     check_estimator(estimator)
     check_seed(seed)
-    with reduction(distributed) as together:
-        risk = Risk(
-            model,
-            data,
-            loss,
-            parameters=parameters,
-            dtype=dtype,
-            unpack=unpack,
-            output=output,
-            reduction=together,
-        )
-        risk.watched.on = True
-        engine = Curvature(risk, curvature, estimator, settings, seed)
-        told = progress if together.rank == 0 else False
-        with reporting(told) as risk.work, risk.session(), derivatives_explained():
-            report = _measured(selection, engine, on_error, standing)
+    names = parameters if isinstance(parameters, str) else list(parameters)
+    chosen = partial(Risk, parameters=names, dtype=dtype, unpack=unpack, output=output)
+
+    def once(
+        data: Any, measures: Sequence[Measure], standing: bool, settings: Settings = settings
+    ) -> tuple[Report, Curvature]:
+        with reduction(distributed) as together:
+            risk = chosen(model, data, loss, reduction=together)
+            risk.watched.on = True
+            engine = Curvature(risk, curvature, estimator, settings, seed)
+            told = progress if together.rank == 0 else False
+            with reporting(told) as risk.work, risk.session(), derivatives_explained():
+                return _measured(measures, engine, on_error, standing), engine
+
+    if check_samples(samples, distributed) == "auto":
+        population = Population(data, unpack, seed)
+        report, engine = _on_samples(population, settings, once, selection, on_error, standing)
+    else:
+        report, engine = once(data, selection, standing)
     if measures is None:
         report = replace(report, left_out=left_out())
     for warning in engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
+
+
+Once = Callable[[Any, Sequence[Measure], bool, Settings], tuple[Report, Curvature]]
+
+
+def _on_samples(
+    population: Population,
+    settings: Settings,
+    once: Once,
+    measures: Sequence[Measure],
+    on_error: OnError,
+    standing: bool,
+) -> tuple[Report, Curvature]:
+    """The measures on as many samples as it takes."""
+    rule, on_parts = Rule(population.size, settings.tolerance), settings.on_parts()
+    refused: dict[str, str] = {}
+    spent: list[float] = []  # in gradients of one sample, by look
+
+    def look(data: Any) -> tuple[tuple[Report, Curvature], list[Part]]:
+        asked = [measure for measure in measures if measure.name not in refused]
+        try:
+            report, engine = once(data, asked, False, on_parts)
+        except Interrupted as stop:
+            raise Interrupted(_estimated(stop.partial, rule, refused)) from stop
+        spent.append(sum(report.provenance.gradients.values()) * report.provenance.samples)
+        for name in [m.name for m in report.values() if m.sampling is None]:
+            refused[name] = NO_PARTS.format(name)
+            if on_error == "raise":
+                raise NotApplicable(refused[name])
+        parts = [_part(m) for m in report.values() if m.sampling is not None]
+        if not parts:
+            raise NotApplicable(NO_PARTS.format("a measure"))
+        return (report, engine), parts
+
+    found = grown(population, rule, look)
+    if found is None:
+        report, engine = once(population.data, measures, standing, settings)
+        return _looked(report, sum(spent)), engine
+    (report, engine), size = found
+    report = _looked(_estimated(report, rule, refused), sum(spent[:-1]))
+    if standing:
+        other = once(population.first(size), [], True, on_parts)[0]
+        gradients = {**report.provenance.gradients, **other.provenance.gradients}
+        source = replace(report.provenance, gradients=gradients)
+        report = replace(report, standing=other.standing, provenance=source)
+    return report, engine
+
+
+def _part(m: Measurement) -> Part:
+    assert m.sampling is not None
+    assert m.skewness is not None
+    return Part(m.value, m.sampling, m.skewness, m.stderr)
+
+
+def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report:
+    """A report on some samples as one of all of them."""
+    size = report.provenance.samples
+    measurements = {
+        name: replace(
+            m,
+            exact=False,
+            stderr=rule.error(m.sampling, m.stderr, size),
+            degrees=size - 1,
+            interval=rule.interval(_part(m), size),
+        )
+        for name, m in report.items()
+        if m.sampling is not None
+    }
+    return replace(
+        report,
+        measurements=measurements,
+        skipped={**report.skipped, **refused},
+        provenance=replace(report.provenance, population=rule.population),
+        notes=(*report.notes, rule.used(size)),
+    )
+
+
+def _looked(report: Report, spent: float) -> Report:
+    """The report with what looks at fewer samples have cost."""
+    source = report.provenance
+    gradients = {**source.gradients, "looks": round(spent / source.samples, 3)}
+    return replace(report, provenance=replace(source, gradients=gradients))
 
 
 def _measured(

@@ -36,6 +36,11 @@ class Measurement(Told):
         from, taken as independent draws; None where it is not known. Beside `stderr`, which is of
         the value on these samples. Of fewer than some hundred samples, ± 2 of it hold less often
         than 95 %, because single samples are skewed.
+    skewness : that of the single samples' parts of the value, to first order; None where `sampling`
+        is.
+    interval : holds the value on all samples with a probability of 95 %, where it was measured on
+        some of them (`samples="auto"` of `measure`); None where it was measured on all. `stderr` is
+        then the standard error of that, so that nothing is exact.
     gap : a bound on the distance of `value` to the minimum that defines it, 0.0 for closed forms.
     bound : "lower" for a supremum that was searched for, which is at least `value`; "upper" for a
         minimum over estimated curvature, which is at most what `value` ± `stderr` estimates.
@@ -69,6 +74,8 @@ class Measurement(Told):
     notes: tuple[str, ...] = ()
     sampling: float | None = None
     references: tuple[str, ...] = ()
+    skewness: float | None = None
+    interval: tuple[float, float] | None = None
 
     @property
     def max(self) -> float:
@@ -92,7 +99,11 @@ class Measurement(Told):
     @property
     def certainty(self) -> str:
         """`exact`, `± 0.03`, `≥` for a searched supremum, `≤` for an upper bound, or two of them:
-        with `≤`, the measure is at most the number that the value ± its error estimates."""
+        with `≤`, the measure is at most the number that the value ± its error estimates. Of a value
+        on some of the samples, its interval."""
+        if self.interval is not None:
+            low, high = self.interval
+            return f"{low:.4g} to {high:.4g}"
         if self.bound is not None:
             words = "≥, searched" if self.bound == "lower" else "≤"
             return words + (f", ± {self.stderr:.2g}" if self.stderr else "")

@@ -88,7 +88,8 @@ class _Blocks(Results[Value]):
     """A read-only mapping from parameter names to values, in `named_parameters` order.
 
     `total` is the sum of all, `stderr` its standard error and `degrees` the degrees of freedom of
-    that: 0.0 and inf if all is exact.
+    that: 0.0 and inf if all is exact. Of a total on some of the samples (`samples="auto"`),
+    `interval` holds the one on all of them with a probability of 95 %.
     """
 
     details: Mapping[str, Detail[Value]]
@@ -99,6 +100,7 @@ class _Blocks(Results[Value]):
     frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     degrees: float = inf
+    interval: tuple[float, float] | None = None
 
     def __getitem__(self, name: str) -> Value:
         return self.details[name].value
@@ -120,6 +122,8 @@ class _Blocks(Results[Value]):
         for name, detail in self.details.items():
             table.add_row(escape(name), *self._columns(name), detail.rule)
         exact = "exact" if self.exact else f"± {self.stderr:.2g}"
+        if self.interval is not None:
+            exact = f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
         table.add_section()
         table.add_row("total", f"{self.total:.6g}", exact, "")
         captions = [*self.notes]

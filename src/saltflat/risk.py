@@ -240,7 +240,7 @@ class Risk:
         self.reduction = reduction
         self.loss: Loss | JointLoss | Callable[..., Tensor] = resolve(loss)
         self.notes: list[str] = []
-        self._items = kept(_items(data))
+        self._items = kept(items_of(data))
         self._unpack = unpack or split_item
         self.output = output or logits
         settle(self.model)
@@ -629,7 +629,7 @@ class Risk:
         inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
         targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
         inputs = with_decoder_inputs(self.model, inputs, targets)
-        size = _size(inputs, targets, where)
+        size = size_of(inputs, targets, where)
         if size == 0 and self.reduction.ranks == 1:
             raise DataError(f"There are no samples in {where}.")
         lists = with_entries(inputs, size), with_entries(targets, size)
@@ -829,7 +829,7 @@ def logits(raw: Any) -> Tensor:
     )
 
 
-def _items(data: Any) -> Iterable[Any]:
+def items_of(data: Any) -> Iterable[Any]:
     """The data as something that can be iterated again and again."""
     if isinstance(data, Tensor | np.ndarray):
         kind = type(data).__name__
@@ -888,7 +888,7 @@ def _from_numpy(array: np.ndarray[Any, Any], what: str) -> Tensor:
         ) from error
 
 
-def _size(inputs: Any, targets: Any, where: str) -> int:
+def size_of(inputs: Any, targets: Any, where: str) -> int:
     leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim > 0]
     if not leaves:
         raise DataError(f"The inputs of {where} hold no tensor with a sample dimension.")

@@ -225,23 +225,30 @@ def second_reading(data: Iterable[Any], state: RandomState) -> Iterable[Any]:
     """
     if isinstance(data, Kept) and not data.settled:
         data = data.loader
-    if not _has_sampler(data):
+    if not has_sampler(data):
         disturb(state)
         return data
     assert isinstance(data, DataLoader)
+    order = fixed_order(data, state)
+    disturb(state)
+    return in_order(data, order)
+
+
+def fixed_order(loader: DataLoader[Any], state: RandomState) -> list[Any]:
+    """The indices that a pass over the loader reads from `state`, in batches, without reading the
+    samples; they must be the same ones, in whatever order, from every other state."""
     state.restore()
-    order = _order(data)
+    order = _order(loader)
     samples = _multiset(order)
     # Two draws of few samples may agree by chance; several hardly do, and cost next to nothing.
     for k in range(1 + min(7, _DRAWN // (1 + samples.total()))):
         disturb(state, k)
-        if _multiset(_order(data)) != samples:
+        if _multiset(_order(loader)) != samples:
             raise ChangedData(
-                f"The data differ between two passes: {_sampling(data)}. What is measured must be "
-                "the same samples on every pass; give a loader without it, or pass list(loader)."
+                f"The data differ between two passes: {_sampling(loader)}. What is measured must "
+                "be the same samples on every pass; give a loader without it, or pass list(loader)."
             )
-    disturb(state)
-    return _in_order(data, order)
+    return order
 
 
 _DRAWN = 10_000  # indices
@@ -260,7 +267,7 @@ def disturb(state: RandomState, which: int = 0) -> None:
         generator.manual_seed(seed)
 
 
-def _has_sampler(data: Iterable[Any]) -> bool:
+def has_sampler(data: Iterable[Any]) -> bool:
     """Whether it is torch's DataLoader over a dataset that is indexed, read in the usual way."""
     return (
         isinstance(data, DataLoader)
@@ -295,7 +302,7 @@ def _itself(batch: Any) -> Any:
     return batch
 
 
-def _in_order(loader: DataLoader[Any], order: list[Any]) -> DataLoader[Any]:
+def in_order(loader: DataLoader[Any], order: list[Any]) -> DataLoader[Any]:
     """The loader with its samples in a fixed order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of too many workers: the loader's maker was told

@@ -22,10 +22,11 @@ from saltflat.curvature.products import MatrixName
 from saltflat.curvature.spectrum import Coordinates
 from saltflat.curvature.sweep import Kind
 from saltflat.distributed import reduction
-from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
+from saltflat.errors import InvalidType, InvalidValue, ModelError, NotApplicable, nearest
 from saltflat.losses import LossLike
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
+from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, check_samples, grown
 from saltflat.watch import kept
 from saltflat.work import PRODUCT, Callback, reporting
 
@@ -44,6 +45,7 @@ def trace(
     parameters: str | Iterable[str] = "trainable",
     estimator: Estimator | None = None,
     tolerance: float | None = None,
+    samples: Samples = "all",
     seed: int = 0,
     certify: Certify = "proof",
     max_directions: int = 1000,
@@ -74,11 +76,18 @@ def trace(
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
         the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
         is given, a trace that could be had exactly is estimated too where that is cheaper: of the
-        directions of every sample those that matter are sent backwards and a few of the rest, until
-        the standard error of every block, and of their sum, is at most this share of it. Where it
-        is not cheaper, or another block has to be estimated anyway, the trace is exact; the notes
-        tell which.
-    seed : of the default estimator's noise, and of the directions that are chosen.
+        directions of every sample those that matter are sent backwards and a few of the rest, or
+        random mixes of the rest where there are many (200 classes and more), until the standard
+        error of every block, and of their sum, is small enough. Where it is not cheaper, or another
+        block has to be estimated anyway, the trace is exact; the notes tell which.
+    samples : "all", or "auto" for growing random parts of the data, until `Trace.interval` reaches
+        at most 2 `tolerance` of the total to either side: it holds the total on all samples with a
+        probability of 95 % (`saltflat.subsample` says how, and what it cannot know). Every sample
+        must have a part of its own in what is computed: what is swept for or sketched as a whole
+        has it, other estimates have not. Where half of the samples are not enough, all are
+        measured, as if "all" had been asked for.
+    seed : of the default estimator's noise, of the directions that are chosen, and of the order in
+        which samples are drawn.
     certify : "proof" takes for piecewise linear what the graph of every pass proves so; "probe"
         also takes what seems so on a few samples, which is then not called exact and has no
         standard error; "none" takes nothing, so that every block of the Hessian is estimated.
@@ -98,12 +107,30 @@ def trace(
     {'weight': 0.807, 'bias': 0.437}
     >>> trace.exact, trace.details["weight"].rule
     (True, 'linear')
+    >>> x, y = torch.randn(20_000, 3), torch.arange(20_000) % 2
+    >>> trace = sf.trace(model, (x, y), samples="auto")
+    >>> trace.certificate.samples, trace.exact
+    (256, False)
+    >>> low, high = trace.interval
+    >>> low < sf.trace(model, (x, y)).total < high
+    True
     """
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
-    options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    with _risk(distributed, model, data, loss, options) as risk:
-        parts = curvature, estimator, settings, seed, progress
-        return Trace(**_blocks(risk, "trace", *parts, float))
+    names = parameters if isinstance(parameters, str) else list(parameters)
+    options = {"parameters": names, "dtype": dtype, "unpack": unpack, "output": output}
+
+    def find(data: Any, settings: Settings) -> tuple[Risk, Findings]:
+        with _risk(distributed, model, data, loss, options) as risk:
+            return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
+
+    if check_samples(samples, distributed) == "auto":
+        population = Population(data, unpack, check_seed(seed))
+        found = _on_samples(population, settings, find, curvature)
+        if found is not None:
+            return found
+    risk, findings = find(data, settings)
+    _warn(findings)
+    return Trace(**_blocks(risk, findings, "trace", curvature, float))
 
 
 def diagonal(
@@ -140,8 +167,9 @@ def diagonal(
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
     with _risk(distributed, model, data, loss, options) as risk:
-        parts = curvature, estimator, settings, seed, progress
-        return Diagonal(**_blocks(risk, "diagonal", *parts, Tensor.cpu))
+        findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
+    _warn(findings)
+    return Diagonal(**_blocks(risk, findings, "diagonal", curvature, Tensor.cpu))
 
 
 def eigenvalues(
@@ -558,7 +586,7 @@ def _operator(
     return Operator(risk, curvature, memory_budget, distributed)
 
 
-def _blocks(
+def _found(
     risk: Risk,
     kind: Kind,
     curvature: MatrixName,
@@ -566,17 +594,28 @@ def _blocks(
     settings: Settings,
     seed: int,
     progress: bool | Callback | None,
-    cast: Callable[[Tensor], Value],
-) -> dict[str, Any]:
-    """What a result holds."""
+) -> Findings:
     check_estimator(estimator)
     whole = Curvature(risk, curvature, estimator, settings, check_seed(seed))
     kinds = frozenset({kind})
     whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
     with _at_work(risk, kind, progress):
-        findings: Findings = whole.find(kinds)
+        return whole.find(kinds)
+
+
+def _warn(findings: Findings) -> None:
     for warning in findings.warnings:
         warnings.warn(warning, stacklevel=3)
+
+
+def _blocks(
+    risk: Risk,
+    findings: Findings,
+    kind: Kind,
+    curvature: MatrixName,
+    cast: Callable[[Tensor], Value],
+) -> dict[str, Any]:
+    """What a result holds."""
     quantity = findings.quantities[kind]
     return {
         "details": quantity.details(cast),
@@ -588,6 +627,46 @@ def _blocks(
         "notes": (*risk.notes, *findings.notes),
         "degrees": quantity.total_degrees,
     }
+
+
+def _on_samples(
+    population: Population,
+    settings: Settings,
+    find: Callable[[Any, Settings], tuple[Risk, Findings]],
+    curvature: MatrixName,
+) -> Trace | None:
+    """The trace on as many samples as it takes; None if it takes all."""
+    rule, on_parts = Rule(population.size, settings.tolerance), settings.on_parts()
+
+    def look(data: Any) -> tuple[tuple[Risk, Findings, Part], list[Part]]:
+        risk, findings = find(data, on_parts)
+        trace = findings.quantities["trace"]
+        known = trace.sampled(dict.fromkeys(trace.values, 1.0))
+        if not known:
+            raise NotApplicable(NO_PARTS.format("the trace"))
+        part = Part(trace.total, known["sampling"], known["skewness"], trace.total_stderr)
+        return (risk, findings, part), [part]
+
+    found = grown(population, rule, look)
+    if found is None:
+        return None
+    (risk, findings, part), size = found
+    fields, trace = _blocks(risk, findings, "trace", curvature, float), findings.quantities["trace"]
+    used = rule.used(size)
+    details = {
+        name: replace(
+            detail,
+            exact=False,
+            stderr=rule.error(trace.sampled({name: 1.0})["sampling"], detail.stderr, size),
+            degrees=size - 1,
+            reason=f"{used}; {detail.reason}",
+        )
+        for name, detail in fields["details"].items()
+    }
+    certainty = {"stderr": rule.error(part.stderr, part.drawn, size), "degrees": size - 1}
+    notes = (*fields["notes"], used)
+    told = {"details": details, "notes": notes, "interval": rule.interval(part, size)}
+    return Trace(**fields | certainty | told)
 
 
 def checked_settings(

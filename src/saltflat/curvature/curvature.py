@@ -75,6 +75,7 @@ from saltflat.curvature.sweep import (
 from saltflat.errors import DataError, InvalidValue, LossError, listed
 from saltflat.geometry import Matrix
 from saltflat.losses import (
+    CrossEntropy,
     CustomLoss,
     JointLoss,
     Loss,
@@ -104,6 +105,12 @@ _OWN_PROBES = 32
 
 # A gradient is timed on so many samples, and then on more.
 _TIMED, _MANY_TIMED = 16, 256
+
+# Gradients: what costs less is swept for, also where a tolerance is given.
+_DEAR = 70.0
+# Classes whose directions are not drawn then. Of networks that had learnt 1,000 the rest has
+# a thousandth of the variance.
+_LIKELIEST = 8
 
 # Directions to be sent backwards for every block that is then spared its products.
 _WORTH = 8
@@ -546,8 +553,13 @@ class _Search:
         wanted = {n: self._wanted(n) for n in names}
         fisher = frozenset[Kind]() if self.joint else FISHER
         swept = {n: wanted[n] & (fisher | CURVATURE if n in exact else fisher) for n in names}
-        requests = {n: kinds for n, kinds in swept.items() if kinds}
+        requests: Requests = {n: kinds for n, kinds in swept.items() if kinds}
         rest = {n: wanted[n] & CURVATURE for n in names if n not in exact and wanted[n] & CURVATURE}
+        if requests and not rest and self._may_mix(requests, first):
+            left = self._mixed(requests, first)
+            if isinstance(left, Refutation):
+                return left
+            requests, stream = left, self.risk.batches()
         refutation = self._sweep(requests, stream, first) if requests else None
         if refutation and refutation.directions:
             refutation = self._crowded(requests, rest, refutation.directions)
@@ -722,6 +734,55 @@ class _Search:
                 quantity.draws.pop(name, None)
                 quantity.unknown.add(name)
 
+    def _may_mix(self, requests: Requests, first: Batch) -> bool:
+        """Whether there are so many directions that random mixes of them may do, for a tolerance
+        that was given."""
+        kinds = frozenset[Kind]().union(*requests.values()) & CURVATURE
+        if not self.settings.adaptive or self.whole.estimator is not None or not kinds:
+            return False
+        if kinds & WHOLE and not self.groups:  # single entries
+            return False
+        count = self._directions(first)
+        return count <= self.settings.max_directions and count * direction_price(kinds) > _DEAR
+
+    def _mixed(self, requests: Requests, first: Batch) -> Requests | Refutation:
+        """Random mixes of directions, if they reach the tolerance for less than all directions do;
+        returns what is left to sweep for."""
+        wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
+        known = self._likeliest(wanted)
+        if isinstance(known, Refutation):
+            return known
+        top, count = _LIKELIEST if known else 0, self._directions(first)
+        price = count * direction_price(frozenset[Kind]().union(*wanted.values()))
+        search = self._estimation(wanted, frozenset(), known, top)
+        search.top, search.strict = top, True
+        search.settings = replace(self.settings, gradients=price)
+        done = search.run()
+        if isinstance(done, Refutation):
+            return done
+        asked = f"tolerance={self.settings.tolerance:g}"
+        if done is None:
+            note = f"{asked}: random mixes would cost more than all {count} directions"
+            self.findings.notes.append(note)
+            return requests
+        tally, _ = done
+        some = f"those of the {top} likeliest classes and " if top else ""
+        note = (
+            f"{asked}: of {count} directions a sample, {some}{tally.count} random mixes were sent"
+        )
+        self.findings.notes.append(note)
+        self._add_draws(tally, dict.fromkeys(wanted, "sketch"), dict.fromkeys(wanted, note))
+        self._doubt(tally.samples)
+        return {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
+
+    def _likeliest(self, requests: Requests) -> dict[tuple[Kind, str], Tensor] | Refutation:
+        """What the directions of the likeliest classes give, where the outputs are one choice."""
+        if not isinstance(self.whole.loss, CrossEntropy) or len(self.plan.outputs) > 1:
+            return {}
+        sweep = self._pass(requests, must_be_linear=self.hessian)
+        sweep.top = _LIKELIEST
+        return sweep.run(self.risk.batches()) or fetched(sweep.values())
+
     def _crowded(self, requests: Requests, rest: Requests, count: int) -> Refutation | None:
         """Outputs with too many directions: all blocks are drawn."""
         curved = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
@@ -734,6 +795,7 @@ class _Search:
             done = self._estimation(curved, frozenset()).run()
             if isinstance(done, Refutation):
                 return done
+            assert done is not None
             tally, _ = done
             note = self._crowd_note(tally.count)
             self.findings.say(note)
@@ -783,6 +845,7 @@ class _Search:
         done = self._estimation(requests, curved, known, count if known else 0).run()
         if isinstance(done, Refutation):
             return done
+        assert done is not None
         tally, ways = done
         rules = {name: ways.rule(name) for name in requests}
         reasons = {name: self.reasons[name] + ways.reason(name) for name in requests}

@@ -185,16 +185,21 @@ class Quantity:
             "exact": exact,
             "stderr": self.stderr(weights),
             "degrees": inf if exact else self.degrees,
-            "sampling": self.sampling(weights),
+            **self.sampled(weights),
         }
 
-    def sampling(self, weights: Mapping[str, float]) -> float | None:
-        """The standard error of Σ weights · values as an estimate of what the population has."""
+    def sampled(self, weights: Mapping[str, float]) -> dict[str, Any]:
+        """The standard error of Σ weights · values as an estimate of what the population has, and
+        the skewness of single samples, as fields of a measurement; none where they are not known.
+        """
         known = self.spread is not None and self.spread.names >= weights.keys()
-        if not known or not self.exact(weights) or not self.unknown.isdisjoint(weights):
-            return None
+        if not known or not self.unknown.isdisjoint(weights):
+            return {}
         assert self.spread is not None
-        return self.spread.stderr(weights)
+        error = self.spread.stderr(weights)
+        if error is None:
+            return {}
+        return {"sampling": error, "skewness": self.spread.skewness(weights)}
 
 
 @final

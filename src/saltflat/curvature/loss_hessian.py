@@ -170,21 +170,48 @@ class SoftmaxSketch(Factor):
 
     Nothing larger than the outputs is held. What a column gives to the likeliest class is minus
     what it gives to the others, of which no digits are lost where p is near 1.
+
+    The columns of `SoftmaxFactor` that belong to the `top` likeliest classes can be taken out, as
+    `columns`; what is left is diag p − p pᵀ/q of the other classes, q the sum of these p. Of a
+    network that has learnt something they hold nearly all of the noise.
     """
 
-    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor, top: int = 0) -> None:
         logits, _ = loss.class_last(outputs, targets)
-        self.dim, self.count = loss.dim(outputs, targets), outputs[0].numel()
+        self.dim, self.count = loss.dim(outputs, targets), top
         self.p = logits.softmax(-1)
-        self.likeliest = self.p.argmax(-1, keepdim=True)
         self.root = loss.scale(outputs, targets).sqrt().to(outputs.dtype).unsqueeze(-1)
+        self.likeliest, self.others = self.p.argmax(-1, keepdim=True), self.p
+        if top:
+            # The same classes in every pass, also where some are equally likely.
+            ranks = torch.sort(self.p, dim=-1, descending=True, stable=True).indices
+            self.order, self.likeliest = ranks[..., :top], ranks[..., top : top + 1]
+            self.others = self.p.scatter(-1, self.order, 0.0)
+        self.rest = self.others.sum(-1, keepdim=True)
+        if top:
+            self._rank()
+
+    def _rank(self) -> None:
+        """The entries of the columns that are taken out."""
+        high = self.p.gather(-1, self.order).double()
+        tails = torch.cat([high, self.rest.double()], -1).flip(-1).cumsum(-1).flip(-1)
+        one = torch.ones((), dtype=high.dtype, device=high.device)
+        at, below = SoftmaxFactor.entries(high, tails[..., 1:], one)
+        self.at, self.below = at.to(self.p), below.clamp(max=1e30).to(self.p)
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("too many directions to write out; this factor is only sketched")
+        found = []
+        for c in range(start, stop):
+            lower = self.p.scatter(-1, self.order[..., : c + 1], 0.0)
+            column = lower * -self.below[..., c : c + 1]
+            column.scatter_(-1, self.order[..., c : c + 1], self.at[..., c : c + 1])
+            found.append(column.mul_(self.root).movedim(-1, self.dim))
+        return torch.stack(found), None
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        mixed = self.p.sqrt().mul_(noise.movedim(self.dim, -1))
-        mixed = mixed.addcmul_(self.p, mixed.sum(-1, keepdim=True), value=-1)
+        mixed = self.others.sqrt().mul_(noise.movedim(self.dim, -1))
+        share = self.others / self.rest.clamp(min=torch.finfo(self.p.dtype).tiny)
+        mixed = mixed.addcmul_(share, mixed.sum(-1, keepdim=True), value=-1)
         mixed.scatter_(-1, self.likeliest, 0.0)
         mixed.scatter_(-1, self.likeliest, -mixed.sum(-1, keepdim=True))
         return mixed.mul_(self.root).movedim(-1, self.dim).unsqueeze(0), None
@@ -288,12 +315,14 @@ def direction_count(loss: Loss, outputs: Tensor, targets: Any) -> int:
     return 0 if isinstance(loss, NegativeLogLikelihood) else entries
 
 
-def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool) -> Factor:
-    """The factor of the (unnormalised) output Hessian, for its columns or to be sketched."""
+def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool, top: int = 0) -> Factor:
+    """The factor of the (unnormalised) output Hessian, for its columns or to be sketched; a
+    cross-entropy's also for the columns of its `top` likeliest classes and a sketch of the rest."""
     outputs = outputs.detach()
     if isinstance(loss, CrossEntropy):
-        kind = SoftmaxSketch if sketched else SoftmaxFactor
-        return kind(loss, outputs, batch.targets)
+        if sketched:
+            return SoftmaxSketch(loss, outputs, batch.targets, top)
+        return SoftmaxFactor(loss, outputs, batch.targets)
     if isinstance(loss, ElementwiseLoss):
         count = direction_count(loss, outputs, batch.targets)
         return DiagonalFactor(loss.curvature(outputs, batch.targets), outputs, count)

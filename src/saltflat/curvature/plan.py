@@ -57,6 +57,10 @@ class Settings:
     gradients: float = 100.0  # that estimates may cost
     adaptive: bool = False  # the tolerance is for what could be had exactly too
 
+    def on_parts(self) -> Settings:
+        """For looks at parts of the data, where draws may add but a share of the error."""
+        return replace(self, adaptive=False, tolerance=self.tolerance / 2)
+
     def budget(self, device: torch.device, weights: int = 0) -> int:
         """Bytes that one chunk may take, of a model with `weights` bytes of parameters.
 

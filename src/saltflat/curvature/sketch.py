@@ -44,6 +44,7 @@ from saltflat.curvature.estimators import (
 from saltflat.curvature.loss_hessian import factor, insist_on_derivatives, lacks_derivative
 from saltflat.curvature.plan import GENERIC, Plan, Refutation, Settings, in_place_writes
 from saltflat.curvature.propagated import Operation, Sources, curved_graph, operations, sources
+from saltflat.curvature.spread import Spread
 from saltflat.curvature.sweep import (
     Chunk,
     Kind,
@@ -76,6 +77,7 @@ class Sketch:
     probed: frozenset[str] = NOTHING
     scales: Mapping[str, float] = field(default_factory=dict)  # of the probes' noise, by block
     price: float = 0.0  # of a draw, in gradients
+    top: int = 0  # of the loss's part, the likeliest classes that are not drawn
 
 
 @final
@@ -165,7 +167,7 @@ class SketchPass(Pass):
         sketch = self.sketch
         sides = None
         if sketch.loss:
-            sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=True)
+            sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=True, top=sketch.top)
         everything = frozenset(self.requests)
         for k, draw in enumerate(sketch.draws):
             size, outputs = chunk.batch.size, chunk.outputs.detach()
@@ -275,11 +277,13 @@ class Tally:
         # Of all samples: the sums of means, of spreads, and of the squares of the spreads' shares.
         self.whole: dict[str, tuple[float, float, float]] = {}
         self.sums: dict[str, list[Tensor]] = {}  # of traces, draw by draw
+        self.alike = False  # whether samples are all here, and count alike
         self.others: dict[Kind, Draws] = {}
 
     def add(self, done: SketchPass, groups: int) -> None:
         """The draws of one more pass over all samples."""
         self.scale = divisor(done.loss, done.normaliser)
+        self.alike = done.even and done.loss.mean and done.reduction.ranks == 1
         traces = {name: done.trace(name) for name in self.names}
         traces[_ALL] = torch.stack(list(traces.values())).sum(0)
         fresh = len(done.sketch.draws)
@@ -345,7 +349,17 @@ class Tally:
             freedom={n: d for n, (_, d) in errors.items()},
             total_stderr=stderr,
             total_degrees=degrees,
+            spread=self._samples(),
         )
+
+    def _samples(self) -> Spread | None:
+        """How the samples' parts vary, draws and all; None where they do not count alike, or where
+        a part of them is not drawn."""
+        if not self.alike or self.known:
+            return None
+        spread = Spread(tuple(self.names))
+        spread.add(self.samples, {name: self.mean[name] for name in self.names})
+        return spread.scaled(self.samples / self.scale)
 
 
 _ALL = ""  # stands for the sum over all blocks; no parameter is called so
@@ -419,8 +433,9 @@ class Ways:
 class Estimation:
     """The draws of some blocks, from the first pilot to the last checkpoint.
 
-    `known` is their Gauss–Newton part where `swept` directions gave it; `elsewhere` is the trace of
-    the blocks that others compute. `groups` of the draws are kept.
+    `known` is their Gauss–Newton part where `swept` directions gave it, or what belongs to the
+    `top` likeliest classes; `elsewhere` is the trace of the blocks that others compute. `groups` of
+    the draws are kept.
     """
 
     risk: Risk
@@ -437,11 +452,16 @@ class Estimation:
     swept: int = 0
     elsewhere: float = 0.0
     fixed: OwnNoise | None = None  # the number of draws, and the way
+    top: int = 0
+    strict: bool = False  # within the tolerance, the sum of all blocks too, or not at all
     spent: float = field(default=_LOOK, init=False)  # gradients
     piloted: float = field(default=1.0, init=False)  # the share of the samples in pilots
 
-    def run(self) -> tuple[Tally, Ways] | Refutation:
-        """Draw until all errors are within the tolerance, or the budget is spent."""
+    def run(self) -> tuple[Tally, Ways] | Refutation | None:
+        """Draw until all errors are within the tolerance, or the budget is spent.
+
+        None if `strict` draws will not get there.
+        """
         ways, gauss_newton = Ways(self.curved), dict[str, float]()
         if self.fixed is None or isinstance(self.fixed, ActivationProbes):
             few = self._few()
@@ -457,7 +477,7 @@ class Estimation:
         while (target := self._next(tally, ways, gauss_newton)) > tally.count:
             draws = range(tally.count, target)
             parts = ways.propagated, ways.probed, ways.scales, ways.cost(self._draws_loss)
-            sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts)
+            sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts, self.top)
             done, refutation = self._pass(sketch)
             if refutation is not None:
                 return refutation
@@ -465,8 +485,8 @@ class Estimation:
             self.risk.work.add(done.own, _SETUP)
             tally.add(done, self.groups)
             if self.fixed is None and self._enough(tally, gauss_newton, tally.count):
-                break
-        return tally, ways
+                return tally, ways
+        return None if self.strict else (tally, ways)
 
     def _next(self, tally: Tally, ways: Ways, gauss_newton: Mapping[str, float]) -> int:
         """How many draws there are to be at the next checkpoint; no more, if none are paid for.
@@ -483,6 +503,8 @@ class Estimation:
         left = self.settings.gradients - self.spent - _SETUP
         most = min(count + int(left / ways.cost(self._draws_loss)), _MOST_DRAWS)
         most -= most % step
+        if self.strict and not self._enough(tally, gauss_newton, most):
+            return count
         target, place = count, checkpoint(count, first)
         while target < most and (target == count or not self._enough(tally, gauss_newton, target)):
             target = min(max(target, ceil(first * _GROWTH**place / step) * step), most)
@@ -502,7 +524,7 @@ class Estimation:
     @property
     def _draws_loss(self) -> bool:
         """Whether the Gauss–Newton part is drawn too."""
-        return not self.known
+        return not self.known or self.top > 0
 
     def _pass(
         self, sketch: Sketch, few: Iterable[Batch] | None = None
@@ -532,7 +554,11 @@ class Estimation:
             target = self._target(tally.value(name), gauss_newton[name], whole)
             if bounded(stderr / sqrt(more), degrees * more, place) > target:
                 return False
-        return True
+        if not self.strict:
+            return True
+        (stderr, degrees), total = tally.error(_ALL), sum(map(tally.value, tally.names))
+        most = self.settings.tolerance * abs(total)
+        return bounded(stderr / sqrt(more), degrees * more, place) <= most
 
     def _few(self) -> list[Batch]:
         """Some samples for a pilot."""
@@ -550,14 +576,15 @@ class Estimation:
 
     def _gauss_newton(self, few: list[Batch]) -> dict[str, float] | Refutation:
         """The Gauss–Newton part of every block's trace, roughly."""
-        if self.known:
-            return {name: float(self.known["trace", name]) for name in self.requests}
-        sketch = Sketch(mixed(self.seed, 1), range(_PILOT_DRAWS), loss=True)
+        known = {name: float(self.known.get(("trace", name), 0.0)) for name in self.requests}
+        if not self._draws_loss:
+            return known
+        sketch = Sketch(mixed(self.seed, 1), range(_PILOT_DRAWS), loss=True, top=self.top)
         done, refutation = self._pass(sketch, few)
         if refutation is not None:
             return refutation
         scale = divisor(self.loss, done.normaliser)
-        return {name: float(done.trace(name).sum(1).mean()) / scale for name in self.requests}
+        return {n: known[n] + float(done.trace(n).sum(1).mean()) / scale for n in self.requests}
 
     def _ways(self, few: list[Batch], gauss_newton: Mapping[str, float]) -> Ways | Refutation:
         """How the rest of the blocks is drawn: as was asked, or as a pilot decides."""

@@ -31,6 +31,8 @@ class Spread:
     count: int = 0
     _mean: Tensor = field(default_factory=lambda: torch.zeros(()))
     _scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
+    _rows: list[Tensor] = field(default_factory=list)  # every `_stride`-th sample's numbers
+    _stride: int = 1
 
     @property
     def names(self) -> frozenset[str]:
@@ -46,6 +48,7 @@ class Spread:
             self._merge(torch.zeros(size, len(self.blocks), dtype=torch.float64))
 
     def _merge(self, rows: Tensor) -> None:
+        self._keep(rows)
         mean = rows.mean(0)
         centred = rows - mean
         self.join(Spread(self.blocks, len(rows), mean, centred.mT @ centred))
@@ -58,11 +61,27 @@ class Spread:
         self._scatter = self._scatter.to(mean) + other._scatter + share * change.outer(change)
         self.count += other.count
         self._mean = self._mean.to(mean) + change * (other.count / self.count)
+        if other._rows:
+            stride = max(self._stride, other._stride)
+            self._rows = [part for each in (self, other) for part in each._thinned(stride)]
+            self._stride = stride
+
+    def _keep(self, rows: Tensor) -> None:
+        """For the skewness; of more samples than fit in `_MOST_KEPT`, evenly fewer."""
+        self._rows.append(rows[-self.count % self._stride :: self._stride])
+        if sum(part.numel() for part in self._rows) > _MOST_KEPT:
+            self._rows = [torch.cat(self._rows)[::2]]
+            self._stride *= 2
+
+    def _thinned(self, stride: int) -> list[Tensor]:
+        """Every `stride`-th sample's numbers, a multiple of its own."""
+        return [torch.cat(self._rows)[:: stride // self._stride]] if self._rows else []
 
     def scaled(self, factor: float) -> Spread:
-        """Of the numbers times a factor, on the CPU."""
+        """Of the numbers times a factor, on the CPU; their skewness is the same."""
         mean, scatter = factor * self._mean.cpu(), factor**2 * self._scatter.cpu()
-        return replace(self, _mean=mean, _scatter=scatter)
+        rows = [part.cpu() for part in self._thinned(self._stride)]
+        return replace(self, _mean=mean, _scatter=scatter, _rows=rows)
 
     def stderr(self, weights: Mapping[str, float]) -> float | None:
         """Of Σ weights · means; None of a single sample."""
@@ -71,3 +90,14 @@ class Spread:
         c = torch.tensor([weights.get(name, 0.0) for name in self.blocks], dtype=torch.float64)
         variance = float(c @ self._scatter @ c) / (self.count * (self.count - 1))
         return sqrt(max(0.0, variance))
+
+    def skewness(self, weights: Mapping[str, float]) -> float:
+        """Of Σ weights · the numbers of a sample; 0 where they are all the same."""
+        rows = torch.cat(self._rows)
+        values = rows @ torch.tensor([weights.get(n, 0.0) for n in self.blocks], dtype=rows.dtype)
+        centred = values - values.mean()
+        spread = float(centred.square().mean().sqrt())
+        return float((centred / spread).pow(3).mean()) if spread > 0 else 0.0
+
+
+_MOST_KEPT = 1 << 22  # numbers

@@ -608,6 +608,7 @@ class ExactPass(Pass):
     """Every direction of every sample; for the Hessian, what was asked for must be linear."""
 
     must_be_linear: bool = field(kw_only=True)
+    top: int = 0  # > 0: the directions of so many likeliest classes alone
     store: Store | None = None  # keeps the gradients of every chunk, besides what is made of them
     spreads: dict[Kind, Spread] = field(default_factory=dict)
     _apart: dict[Kind, dict[str, Tensor]] = field(default_factory=dict)  # of the chunk at hand
@@ -641,7 +642,7 @@ class ExactPass(Pass):
             self.store.begin(chunk.index, chunk.first)
         if self.wants(CURVATURE):
             count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
-            if count > self.settings.max_directions:
+            if not self.top and count > self.settings.max_directions:
                 return Refutation(directions=count)
         for kinds, columns, sign in self._directions(chunk):
             names = frozenset(self.wants(kinds))
@@ -695,7 +696,7 @@ class ExactPass(Pass):
             yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
         if not self.wants(CURVATURE):
             return
-        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=False)
+        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=self.top > 0, top=self.top)
         group = self.together(chunk)
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))

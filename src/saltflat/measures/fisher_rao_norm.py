@@ -55,7 +55,7 @@ class FisherRaoNorm(Measure):
         return self.measurement(
             value=sum(by_layer.values()),
             exact=True,
-            sampling=fisher.sampling(every),
+            **fisher.sampled(every),
             by_layer=by_layer,
         )
 

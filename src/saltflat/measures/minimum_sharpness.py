@@ -129,7 +129,7 @@ def least_fields(group: Group, source: Quantity, least: Least) -> dict[str, Any]
         return {
             "value": least.value,
             "exact": True,
-            "sampling": source.sampling(_shares(source, least)),
+            **source.sampled(_shares(source, least)),
             "gap": least.gap,
             "by_parameter": least.by_parameter,
             "notes": notes(least),

@@ -157,7 +157,7 @@ class MatrixNormalizedSharpness(Measure):
             return self.measurement(
                 value=sum(by_layer.values()),
                 exact=True,
-                sampling=trace.sampling(_root_slopes(context.layers, known)),
+                **trace.sampled(_root_slopes(context.layers, known)),
                 by_layer=by_layer,
                 notes=notes,
             )

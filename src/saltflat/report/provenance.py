@@ -34,7 +34,8 @@ class Provenance:
     data of other types (`data_types`) are known to be the same. `measured` is a hash of the names
     of the measured parameters, `loss_code` one of the code of a loss that is the user's own. All of
     these are empty in files of before they were recorded. `ranks` is how many processes shared the
-    samples.
+    samples. `population` is how many samples there are of which `samples` were drawn at random and
+    measured; 0 where all of them were.
     """
 
     model: str
@@ -61,6 +62,13 @@ class Provenance:
     measured: str = ""
     loss_code: str = ""
     ranks: int = 1
+    population: int = 0
+
+    @property
+    def used(self) -> str:
+        """How many samples were measured, in words."""
+        of = f" of {self.population:,}" if self.population else ""
+        return f"{self.samples:,}{of} samples"
 
 
 def provenance(

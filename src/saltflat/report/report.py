@@ -182,7 +182,7 @@ class Report(Results[Measurement]):
 
     def table(self, width: int) -> Table:
         p, wide = self.provenance, width >= WIDE
-        title = escape(f"{p.model}, {p.parameters:,} parameters, {p.samples:,} samples, {p.loss}")
+        title = escape(f"{p.model}, {p.parameters:,} parameters, {p.used}, {p.loss}")
         if p.curvature == "ggn":
             title += "; of the Gauss–Newton matrix, not the Hessian"
         table, sampled = framed(wide, title), any(m.sampled for m in self.values())
@@ -240,7 +240,11 @@ class Report(Results[Measurement]):
 
     def _shared(self) -> list[dict[str, str]]:
         """The rows of what all measures share."""
-        steps = {"shared by all": "curvature", "is it a minimum?": "standing"}
+        steps = {
+            "shared by all": "curvature",
+            "is it a minimum?": "standing",
+            "fewer samples": "looks",
+        }
         spent = self.provenance.gradients
         return [
             {"measure": words, "cost, gradients": gradients(spent[step])}

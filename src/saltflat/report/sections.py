@@ -73,7 +73,7 @@ def summary(source: Provenance, standing: Standing | None, notes: Sequence[str])
     """What was measured on what, and whether that is a minimum."""
     facts = {
         "model": f"{source.model}, {source.parameters:,} parameters",
-        "data": f"{source.samples:,} samples, batch size {source.batch_size:,}"
+        "data": f"{source.used}, batch size {source.batch_size:,}"
         + (f", over {source.ranks} ranks" if source.ranks > 1 else ""),
         "loss": source.loss,
         "curvature": _MATRICES[source.curvature],

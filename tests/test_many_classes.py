@@ -1,0 +1,158 @@
+"""Many classes: a tolerance that is given is reached by random mixes of directions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from dense import Dense
+from scipy.stats import t as student
+from torch import Tensor, nn
+from untouched import assert_untouched, fingerprint
+
+import saltflat as sf
+from saltflat.curvature import loss_hessian
+from saltflat.losses import CrossEntropy, resolve
+
+CLASSES = 210  # so many that all directions cost more than 70 gradients
+
+
+def network(scale: float = 1.0, width: int = 2) -> tuple[nn.Module, Tensor, Tensor]:
+    """`scale` makes it confident."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, CLASSES)).double()
+    with torch.no_grad():
+        for p in model[2].parameters():
+            p.mul_(scale)
+    x = torch.randn(64, 3, dtype=torch.float64)
+    return model, x, torch.arange(64)
+
+
+@pytest.mark.parametrize("top", [0, 1, 3, 9])
+@pytest.mark.parametrize("shape", [(5, 10), (2, 10, 3)])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_the_likeliest_columns_and_the_rest_make_the_whole(
+    top: int, shape: tuple[int, ...], scale: float
+) -> None:
+    """A basis in place of the noise gives Σ u uᵀ of the rest."""
+    torch.manual_seed(1)
+    outputs = scale * torch.randn(shape, dtype=torch.float64)
+    targets = torch.randint(10, (shape[0], *shape[2:]))
+    loss = resolve("cross_entropy")
+    assert isinstance(loss, CrossEntropy)
+    sides = loss_hessian.SoftmaxSketch(loss, outputs, targets, top)
+    logits = outputs.movedim(1, -1)
+    found = torch.zeros(*logits.shape, 10, dtype=torch.float64)
+    if top:
+        columns = sides.columns(0, top)[0].movedim(2, -1)
+        found += torch.einsum("d...i,d...j->...ij", columns, columns)
+    for k in range(10):
+        noise = torch.zeros_like(logits)
+        noise[..., k] = 1
+        (mixed,) = sides.sketch(noise.movedim(-1, 1))[0].movedim(2, -1)
+        found += mixed.unsqueeze(-1) * mixed.unsqueeze(-2)
+    p = logits.softmax(-1)
+    wanted = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_tolerance_is_reached_for_less(scale: float) -> None:
+    model, x, y = network(scale)
+    dense = Dense(model, x, y)
+    truth = float(dense.hessian.trace())
+    before = fingerprint(model)
+    whole = sf.trace(model, (x, y))
+    assert whole.exact
+    assert whole.total == pytest.approx(truth, rel=1e-10)
+    found = sf.trace(model, (x, y), tolerance=0.05)
+    assert_untouched(model, before)
+    assert not found.exact
+    assert found.stderr <= 0.05 * truth
+    assert abs(found.total - truth) <= 4 * found.stderr
+    for name, block in dense.blocks(dense.hessian).items():
+        detail = found.details[name]
+        assert detail.rule == "sketch"
+        assert abs(detail.value - float(block.trace())) <= 4 * float(detail.stderr) + 1e-12
+    assert "random mixes" in str(found.notes)
+    report = sf.measure(model, (x, y), measures=["hessian_trace"], tolerance=0.05, standing=False)
+    cost = report.provenance.gradients["curvature"]
+    assert cost < 0.5 * 0.35 * CLASSES
+
+
+def test_where_draws_cost_more_it_is_exact() -> None:
+    model, x, y = network()
+    whole = sf.trace(model, (x, y))
+    found = sf.trace(model, (x, y), tolerance=1e-7)
+    assert found.exact
+    assert found.total == whole.total
+    assert "random mixes would cost more than all 209 directions" in str(found.notes)
+
+
+def test_errors_are_calibrated() -> None:
+    """30 seeds and two networks: normal scores have a root mean square of 1 ± 0.1, and 95 %
+    intervals hold 52 of 60 or more but for one time in a hundred."""
+    scores, holds = [], 0
+    for scale in (1.0, 8.0):
+        model, x, y = network(scale)
+        truth = sf.trace(model, (x, y)).total
+        for seed in range(30):
+            found = sf.trace(model, (x, y), tolerance=0.1, seed=seed)
+            assert found.stderr <= 0.1 * truth
+            scores.append((found.total - truth) / found.stderr)
+            holds += abs(scores[-1]) <= student.ppf(0.975, found.degrees)
+    assert 0.7 < math.sqrt(sum(z**2 for z in scores) / len(scores)) < 1.35
+    assert holds >= 52
+
+
+def test_without_the_likeliest_classes_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: of a confident network they hold most of the trace."""
+    model, x, y = network(8.0)
+    truth = sf.trace(model, (x, y)).total
+    columns = loss_hessian.SoftmaxSketch.columns
+
+    def nothing(self: loss_hessian.SoftmaxSketch, start: int, stop: int) -> tuple[Tensor, None]:
+        return 0 * columns(self, start, stop)[0], None
+
+    monkeypatch.setattr(loss_hessian.SoftmaxSketch, "columns", nothing)
+    found = sf.trace(model, (x, y), tolerance=0.1)
+    assert found.total < 0.75 * truth
+
+
+def test_forms_and_slopes_come_along() -> None:
+    """Everything that measures are made of, and what is not curvature at all, in one call."""
+    model, x, y = network(8.0)
+    names = ["hessian_trace", "rho", "kappa_trace", "fisher_rao_norm"]
+    truth = sf.measure(model, (x, y), measures=names, standing=False)
+    found = sf.measure(model, (x, y), measures=names, tolerance=0.02, standing=False)
+    for name in names[:-1]:
+        assert not found[name].exact
+        assert abs(found[name].value - truth[name].value) <= 5 * found[name].stderr
+    assert found["fisher_rao_norm"].exact
+    assert found["fisher_rao_norm"].value == pytest.approx(truth["fisher_rao_norm"].value)
+
+
+def test_few_directions_are_all_sent() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)).double()
+    data = torch.randn(30, 3).double(), torch.arange(30) % 5
+    assert sf.trace(model, data, tolerance=0.1, estimator=sf.PropagatedCurvature(4)).exact
+
+
+def test_draws_serve_parts_of_the_data_too() -> None:
+    """More directions than may be sent, and some of the samples: the interval has both errors."""
+    model, _, _ = network()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2000, 3, generator=generator, dtype=torch.float64)
+    data = x, torch.randint(CLASSES, (2000,), generator=generator)
+    truth = sf.trace(model, data).total
+    with pytest.warns(UserWarning, match="more than max_directions"):
+        drawn = sf.trace(model, data, max_directions=10, tolerance=0.1)
+    assert not drawn.exact
+    holds = 0
+    for seed in range(20):
+        found = sf.trace(model, data, max_directions=10, samples="auto", tolerance=0.1, seed=seed)
+        assert found.interval is not None
+        holds += found.interval[0] <= truth <= found.interval[1]
+    assert holds >= 17
