@@ -4,7 +4,7 @@ One size is varied at a time. Times are of the processor, in one thread, so that
 machine count less; the least of several stands for each, beside that of one gradient over the same
 data, taken in turns. The exponent is the slope of log seconds over log size between the two largest
 sizes, where overheads count least; what theory expects stands beside it. Processes are timed by the
-clock instead: their number is what is to shorten it.
+clock instead, from the first that begins to the last that ends: their number is to shorten it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -172,6 +176,50 @@ def measured(curve: Curve, repeats: int) -> Iterator[Point]:
         yield Point(value, min(a for a, _ in pairs), min(b for _, b in pairs))
 
 
+SHARED = Curve(
+    "processes",
+    "each with its part of 64,000 samples; exact trace, 128-128-128-10, by the clock",
+    [count for count in (1, 2, 4, 8) if count <= (os.cpu_count() or 1)],
+    "−1",
+    lambda n: mlp(n),
+)
+
+
+def shared(curve: Curve, repeats: int) -> Iterator[Point]:
+    for count in curve.values:
+        with TemporaryDirectory() as folder:
+            mp.spawn(_rank, (count, repeats, folder), nprocs=count)  # type: ignore[no-untyped-call, attr-defined]
+            seconds, gradient = json.loads((Path(folder) / "seconds").read_text())
+        yield Point(count, seconds, gradient)
+
+
+def _rank(rank: int, count: int, repeats: int, folder: str) -> None:
+    """One process, with its part of the samples; the first writes the least times of all."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=count)
+    whole = SHARED.make(64_000)
+    x, y = (each.tensor_split(count)[rank] for each in whole.batch)
+    part = Problem(whole.model, (x, y), (x, y))
+    runs: tuple[Callable[[Problem], None], ...] = (whole_trace_together, gradient)
+    for run in runs:
+        run(part)
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for run, found in zip(runs, times, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            run(part)
+            dist.barrier()
+            found.append(time.perf_counter() - start)
+    if rank == 0:
+        (Path(folder) / "seconds").write_text(json.dumps([min(found) for found in times]))
+    dist.destroy_process_group()
+
+
+def whole_trace_together(part: Problem) -> None:
+    sf.trace(part.model, part.data, progress=False, distributed=True)
+
+
 def exponent(points: Sequence[Mapping[str, float]], what: str = "seconds") -> float:
     """Of the two largest sizes."""
     small, large = points[-2:]
@@ -180,42 +228,64 @@ def exponent(points: Sequence[Mapping[str, float]], what: str = "seconds") -> fl
 
 def table(found: Mapping[str, Any]) -> str:
     lines = [f"{found['machine']}. `python -m bench.curves`.", ""]
+    lines += [
+        "| size | of what | exponent | expected | of a gradient |",
+        "|---|---|---:|---|---:|",
+    ]
     for name, curve in found["curves"].items():
-        points = curve["points"]
-        lines += [
-            f"## {name}",
-            "",
-            f"{curve['what']}. Exponent {exponent(points):.2f} (expected {curve['expected']}); "
-            f"of a gradient {exponent(points, 'gradient'):.2f}.",
-            "",
-            f"| {name} | seconds | of a gradient | gradients |",
-            "|---:|---:|---:|---:|",
-        ]
+        slopes = [f"{exponent(curve['points'], w):.2f}" for w in ("seconds", "gradient")]
+        lines.append(
+            f"| {name} | {curve['what']} | {slopes[0]} | {curve['expected']} | {slopes[1]} |"
+        )
+    for name, curve in found["curves"].items():
+        lines += ["", f"| {name} | seconds | of a gradient | gradients |", "|---:|---:|---:|---:|"]
         lines += [
             f"| {p['value']} | {p['seconds']:.3g} | {p['gradient']:.3g} | "
             f"{p['seconds'] / p['gradient']:.3g} |"
-            for p in points
+            for p in curve["points"]
         ]
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    curves = found["curves"]
+    rows = math.ceil(len(curves) / 4)
+    figure = Figure(figsize=(11, 2.6 * rows), layout="constrained")
+    grid = figure.subplots(rows, 4, squeeze=False).flat
+    for axes, (name, curve) in zip(grid, curves.items(), strict=False):
+        values = [p["value"] for p in curve["points"]]
+        for what, colour in (("seconds", "C0"), ("gradient", "C7")):
+            axes.loglog(values, [p[what] for p in curve["points"]], "o-", color=colour, ms=4)
+        axes.set_title(f"{name}: {exponent(curve['points']):.2f}", fontsize=10)
+        axes.set_xticks(values, [f"{v:,}" for v in values], fontsize=7)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    for axes in list(grid)[len(curves) :]:
+        axes.set_axis_off()
+    figure.supylabel("seconds: blue the trace, grey one gradient", fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sizes", nargs="*", default=[curve.size for curve in CURVES])
+    parser.add_argument("--sizes", nargs="*", default=[curve.size for curve in (*CURVES, SHARED)])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"curves": {}}
-    known["machine"] = f"One CPU thread, float32, torch {torch.__version__}"
-    for curve in CURVES:
+    known["machine"] = f"One CPU thread a process, float32, torch {torch.__version__}"
+    for curve in (*CURVES, SHARED):
         if curve.size in arguments.sizes:
-            points = [vars(point) for point in measured(curve, arguments.repeats)]
+            times = shared if curve is SHARED else measured
+            points = [vars(point) for point in times(curve, arguments.repeats)]
             row = {"what": curve.what, "expected": curve.expected, "points": points}
             known["curves"][curve.size] = row
             print(curve.size, f"{exponent(points):.2f}", points, flush=True)
             RESULTS.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
             RESULTS.with_suffix(".md").write_text(table(known))
+            draw(known, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":
