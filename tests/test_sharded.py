@@ -528,7 +528,7 @@ def one_rank(rank: int, folder: str) -> None:
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=40),
+        timeout=timedelta(minutes=5),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
