@@ -202,6 +202,8 @@ def test_shards_of_no_rank() -> None:
         sf.ShardSampler([1, 2], rank=0)
     with pytest.raises(sf.InvalidValue, match="rank must be less than world, 2"):
         sf.ShardSampler([1, 2], rank=2, world=2)
+    with pytest.raises(sf.InvalidType, match="a dataset with a length"):
+        sf.ShardSampler(iter([1, 2]), rank=0, world=2)
 
 
 OWN_CODE = """

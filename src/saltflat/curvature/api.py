@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.checks import check_integer, check_number, check_seed
+from saltflat.checks import check_choice, check_integer, check_number, check_seed
 from saltflat.curvature.curvature import Curvature, Findings
 from saltflat.curvature.estimators import Estimator, check_estimator
 from saltflat.curvature.loss_hessian import derivatives_explained
@@ -675,12 +675,10 @@ def checked_settings(
     certify: Certify,
     tolerance: float | None = None,
 ) -> Settings:
-    if certify not in get_args(Certify):
-        raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
-    if not isinstance(max_directions, int) or max_directions < 1:
-        raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
-    if memory_budget is not None and memory_budget < 1:
-        raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
+    check_choice("certify", certify, get_args(Certify))
+    check_integer("max_directions", max_directions)
+    if memory_budget is not None:
+        memory_budget = int(check_number("memory_budget", memory_budget, least=1))
     settings = Settings(max_directions, memory_budget, certify)
     if tolerance is None:
         return settings
