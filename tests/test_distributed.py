@@ -9,6 +9,7 @@ from dataclasses import asdict, is_dataclass
 from functools import cache
 from math import isclose, isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,26 @@ def test_shards_of_no_rank() -> None:
         sf.ShardSampler([1, 2], rank=2, world=2)
     with pytest.raises(sf.InvalidType, match="a dataset with a length"):
         sf.ShardSampler(iter([1, 2]), rank=0, world=2)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "words"),
+    [
+        (
+            {},
+            {"rho": "out of memory"},
+            "rho was skipped on rank 1 and not on rank 0, .*: out of memory",
+        ),
+        ({"rho": "too large"}, {}, "rho was skipped on rank 0 and not on rank 1, .*: too large"),
+    ],
+)
+def test_a_measure_that_some_ranks_skip(own: Any, other: Any, words: str) -> None:
+    """Which they can do without waiting for each other, so that it shows at the end alone."""
+    check = sys.modules["saltflat.measure"]._check_agreement
+    both = SimpleNamespace(each=lambda work: [work(), other])
+    with pytest.raises(sf.DistributedError, match=words):
+        check(SimpleNamespace(reduction=both), own)
+    check(SimpleNamespace(reduction=both), other)
 
 
 OWN_CODE = """

@@ -213,6 +213,8 @@ def test_what_has_no_part_for_each_sample_is_refused() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double())
     with pytest.raises(sf.NotApplicable, match="each sample's own part of the trace"):
         sf.trace(model, data, weighted, samples="auto")
+    with pytest.raises(sf.NotApplicable, match=r"No measure can be had .* each sample's own part"):
+        sf.measure(model, data, weighted, samples="auto")
     with pytest.raises(sf.NotApplicable, match="part of normalized_sharpness"):
         sf.measure(model, data, measures=["rho", "normalized_sharpness"], samples="auto")
     found = sf.measure(model, data, samples="auto", tolerance=0.1, standing=False)

@@ -700,8 +700,8 @@ class _Search:
             return requests
         note = (
             f"tolerance={settings.tolerance:g}: {search.sent} of {search.pairs} pairs of a sample "
-            f"and a direction were sent backwards, {done.count} of the last "
-            f"{len(done.pairs.samples)} by chance"
+            "and a direction were sent backwards; the estimate is made of "
+            f"{len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
         )
         self.findings.notes.append(note)
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}
