@@ -104,8 +104,8 @@ class Rule:
     def used(self, size: int) -> str:
         """What was done, in words."""
         return (
-            f"measured on {size:,} of {self.population:,} samples, drawn at random: intervals hold "
-            f"the values on all of them with a probability of {100 * LEVEL:g} %"
+            f"measured on {size:,} of {self.population:,} samples, drawn at random: each interval "
+            f"holds its value on all of them with a probability of {100 * LEVEL:g} %"
         )
 
     def interval(self, part: Part, size: int) -> tuple[float, float]:
