@@ -281,10 +281,11 @@ class Curvature:
         """Say how long so many gradients will take, if that is long and the data tell their size.
 
         What a look at a few samples took is more than gradients of these take. Where that would
-        make it long, gradients are timed.
+        make it long, gradients are timed. Processes that share a model must make the same passes,
+        and neither all of them tell nor do their clocks agree: there, nothing is said.
         """
         samples = self.risk.samples(first)
-        if samples is None or self.risk.work.silent:
+        if samples is None or self.risk.work.silent or self.risk.sharded:
             return
         each = self._looked / plan.samples
         most = plan.chunk(self.settings.budget(self.risk.device), 16)
