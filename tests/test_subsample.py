@@ -96,7 +96,7 @@ def test_parts_of_unlike_sizes_are_compared_as_what_they_are_parts_of() -> None:
     sizes = [report.provenance.samples for report in both.values()]
     assert sizes[0] < sizes[1]
     assert both.problems == ()
-    assert f"even: {sizes[0]} of 4,000 samples" in " ".join(str(both).split())
+    assert f"on {sizes[0]} of 4,000 samples, drawn at random: even" in " ".join(str(both).split())
     # Of as many samples in all: fewer are other data.
     few = sf.measure(steep, samples(600), **options)
     other = sf.Comparison({"even": both["even"], "few": few})

@@ -155,7 +155,9 @@ def counted(samples: str | None) -> str | None:
     """Checks how many samples are asked for."""
     good = samples in (None, AUTO) or (samples.isdecimal() and int(samples) > 0)
     if not good:
-        raise typer.BadParameter(f"It must be a number of at least 1, or {AUTO}. Got {samples!r}.")
+        raise typer.BadParameter(
+            f"It must be a whole number of at least 1, or {AUTO}. Got {samples!r}."
+        )
     return samples
 
 
