@@ -198,11 +198,11 @@ def _on_samples(
             raise NotApplicable(f"No measure can be had on some of the samples. {name}: {why}")
         return (report, engine), parts
 
-    found = grown(population, rule, look)
-    if found is None:
+    tight = grown(population, rule, look)
+    if tight is None:
         report, engine = once(population.data, measures, standing, settings)
         return _with_looks(report, sum(spent)), engine
-    (report, engine), size = found
+    (report, engine), size = tight
     report = _with_looks(_estimated(report, rule, refused), sum(spent[:-1]))
     if standing:
         other = once(population.first(size), [], True, on_parts)[0]
@@ -222,13 +222,7 @@ def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report
     """A report on some samples as one of all of them."""
     size = report.provenance.samples
     measurements = {
-        name: replace(
-            m,
-            exact=False,
-            stderr=rule.error(m.sampling, m.stderr, size),
-            degrees=size - 1,
-            interval=rule.interval(_part(m), size),
-        )
+        name: replace(m, exact=False, **rule.certainty(_part(m), size))
         for name, m in report.items()
         if m.sampling is not None
     }

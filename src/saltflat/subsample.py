@@ -118,6 +118,14 @@ class Rule:
         error = self.error(part.stderr, part.drawn, size)
         return part.value - error * _untwisted(q, skew), part.value - error * _untwisted(-q, skew)
 
+    def certainty(self, part: Part, size: int) -> dict[str, Any]:
+        """What a result on so many samples says of its value on all of them, as its fields."""
+        return {
+            "stderr": self.error(part.stderr, part.drawn, size),
+            "degrees": size - 1,
+            "interval": self.interval(part, size),
+        }
+
     def excess(self, part: Part, size: int) -> float:
         """How many times as wide as it may be the interval is."""
         if part.stderr <= _AGREE * abs(part.value):

@@ -125,9 +125,8 @@ def trace(
 
     if check_samples(samples, distributed) == "auto":
         population = Population(data, unpack, check_seed(seed))
-        found = _on_samples(population, settings, find, curvature)
-        if found is not None:
-            return found
+        if (estimate := _on_samples(population, settings, find, curvature)) is not None:
+            return estimate
     risk, findings = find(data, settings)
     _warn(findings)
     return Trace(**_blocks(risk, findings, "trace", curvature, float))
@@ -647,10 +646,10 @@ def _on_samples(
         part = Part(trace.total, known["sampling"], known["skewness"], trace.total_stderr)
         return (risk, findings, part), [part]
 
-    found = grown(population, rule, look)
-    if found is None:
+    tight = grown(population, rule, look)
+    if tight is None:
         return None
-    (risk, findings, part), size = found
+    (risk, findings, part), size = tight
     fields, trace = _blocks(risk, findings, "trace", curvature, float), findings.quantities["trace"]
     used = rule.used(size)
     details = {
@@ -663,10 +662,8 @@ def _on_samples(
         )
         for name, detail in fields["details"].items()
     }
-    certainty = {"stderr": rule.error(part.stderr, part.drawn, size), "degrees": size - 1}
-    notes = (*fields["notes"], used)
-    told = {"details": details, "notes": notes, "interval": rule.interval(part, size)}
-    return Trace(**fields | certainty | told)
+    own = {"details": details, "notes": (*fields["notes"], used)}
+    return Trace(**fields | own | rule.certainty(part, size))
 
 
 def checked_settings(
