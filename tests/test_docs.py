@@ -20,7 +20,6 @@ from saltflat.cli.app import app
 from saltflat.cli.running import EXIT_CODES
 from saltflat.curvature import Kind
 from saltflat.measures import MEASURES
-from saltflat.papers import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -36,7 +35,7 @@ def ids(path: Path) -> str:
 
 
 def links(path: Path) -> Iterator[str]:
-    """Other pages, what the gallery becomes and what is written of papers; not the place within."""
+    """Other pages and what the gallery becomes, without the place within."""
     yield from re.findall(r"\]\(([^)#]+?\.(?:md|rst))(?:#[^)]*)?\)", TEXTS[path])
 
 
@@ -55,8 +54,6 @@ def test_links_lead_somewhere(path: Path) -> None:
         if "examples/" in target:
             made = "GALLERY_HEADER.rst" if target.endswith("index.rst") else Path(target).stem
             assert list((DOCS / "gallery").glob(f"{made}*")), target
-        elif target.startswith("reproduced/"):  # a page a paper, written when they are built
-            assert Path(target).stem in {name.partition("/")[0] for name in EXPERIMENTS}, target
         else:
             assert (path.parent / target).is_file(), target
 

@@ -696,8 +696,3 @@ def test_what_sharded_models_do_not_serve_is_refused(
     name: str, words: str, ranks: list[dict[Any, Any]]
 ) -> None:
     assert all(words in found["refusals"][name] for found in ranks)
-
-
-def test_only_a_model_is_gathered() -> None:
-    with pytest.raises(sf.InvalidType, match=r"takes a torch.nn.Module. Got dict"), sf.gathered({}):
-        pass

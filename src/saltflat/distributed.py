@@ -344,13 +344,7 @@ class ShardSampler(Sampler[int]):
         check_integer("world", world)
         if not 0 <= check_integer("rank", rank, least=0) < world:
             raise InvalidValue(f"rank must be less than world, {world}. Got {rank}.")
-        try:
-            length = len(dataset)
-        except TypeError as error:
-            raise InvalidType(
-                "ShardSampler needs a dataset with a length, which is read by index. Got "
-                f"{type(dataset).__name__}; give every rank a stream of samples of its own instead."
-            ) from error
+        length = len(dataset)
         self.indices = range(length * rank // world, length * (rank + 1) // world)
 
     def __iter__(self) -> Iterator[int]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from saltflat.errors import DistributedError, InvalidType, ModelError
+from saltflat.errors import DistributedError, ModelError
 
 
 def is_sharded(tensor: object) -> TypeGuard[Any]:
@@ -132,8 +132,6 @@ def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None
     >>> with sf.gathered(model):
     ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"gathered takes a torch.nn.Module. Got {type(model).__name__}.")
     modules, groups = gathering_modules(model), _groups(model)
     kept = ("reshard_after_backward", "post_forward_mesh_info")
     before = [(group, name, getattr(group, name)) for group in groups for name in kept]
