@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,14 @@ def test_what_has_no_part_for_each_sample_is_refused() -> None:
     assert "each sample's own part" in found.skipped["normalized_sharpness"]
     assert set(NAMES) <= found.keys()
     assert all(m.interval is not None for m in found.values())
+
+
+def test_what_is_sketched_is_told_as_on_all_samples() -> None:
+    for which in ("all", "auto"):
+        with pytest.warns(UserWarning, match="more than max_directions=1: sketched") as caught:
+            found = sf.trace(network(), samples(), samples=which, max_directions=1, tolerance=0.2)
+        assert (found.interval is not None) == (which == "auto")
+        assert [Path(each.filename).name for each in caught] == ["test_subsample.py"]
 
 
 def test_an_interruption_keeps_what_there_is_as_an_estimate() -> None:

@@ -50,8 +50,9 @@ _AGREE = 1e-9  # samples that differ by less than this share of their mean say n
 # Of what has no error over samples.
 NO_PARTS = (
     "samples='auto' needs each sample's own part of {0}, to tell how far the value on all samples "
-    "may be. There is none: {0} is no smooth function of means over samples of equal weight, or is "
-    "estimated by draws that samples share. Pass samples='all'."
+    "may be, and there is none: {0} is no smooth function of means over samples of equal weight, "
+    "or some blocks are estimated and others exact, or draws are shared by samples. Pass "
+    "samples='all'."
 )
 
 

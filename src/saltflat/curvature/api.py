@@ -125,7 +125,9 @@ def trace(
 
     if check_samples(samples, distributed) == "auto":
         population = Population(data, unpack, check_seed(seed))
-        if (estimate := _on_samples(population, settings, find, curvature)) is not None:
+        if (tight := _on_samples(population, settings, find, curvature)) is not None:
+            estimate, findings = tight
+            _warn(findings)
             return estimate
     risk, findings = find(data, settings)
     _warn(findings)
@@ -633,8 +635,8 @@ def _on_samples(
     settings: Settings,
     find: Callable[[Any, Settings], tuple[Risk, Findings]],
     curvature: MatrixName,
-) -> Trace | None:
-    """The trace on as many samples as it takes; None if it takes all."""
+) -> tuple[Trace, Findings] | None:
+    """The trace on as many samples as it takes, and what it is made of; None if it takes all."""
     rule, on_parts = Rule(population.size, settings.tolerance), settings.on_parts()
 
     def look(data: Any) -> tuple[tuple[Risk, Findings, Part], list[Part]]:
@@ -663,7 +665,7 @@ def _on_samples(
         for name, detail in fields["details"].items()
     }
     own = {"details": details, "notes": (*fields["notes"], used)}
-    return Trace(**fields | own | rule.certainty(part, size))
+    return Trace(**fields | own | rule.certainty(part, size)), findings
 
 
 def checked_settings(
