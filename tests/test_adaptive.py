@@ -190,6 +190,27 @@ def test_a_diagonal_is_exact() -> None:
     assert any("single entries" in note for note in found.notes)
 
 
+class Reordered:
+    """The same samples on every pass, in an order that no random generator of torch decides."""
+
+    def __init__(self, data: Data) -> None:
+        self.data, self.passes = data, 0
+
+    def __iter__(self) -> Iterator[Data]:
+        self.passes += 1
+        order = torch.Generator().manual_seed(self.passes)
+        rows = torch.randperm(len(self.data[0]), generator=order)
+        return ((self.data[0][part], self.data[1][part]) for part in rows.split(100))
+
+
+def test_samples_in_another_order_are_refused() -> None:
+    """They are looked up by their place; without a tolerance their order does not matter."""
+    model, data = trained()
+    assert dict(sf.trace(model, Reordered(data))) == pytest.approx(truth(), rel=1e-10)
+    with pytest.raises(sf.ChangedData, match="another order on another pass"):
+        sf.trace(model, Reordered(data), tolerance=TOLERANCE)
+
+
 def test_an_audit_is_exact() -> None:
     model, data = trained()
     few = tuple(part[:300] for part in data)

@@ -147,6 +147,23 @@ def test_options_reach_the_function(place: Path) -> None:
     assert own["provenance"]["loss"] == "squares"
 
 
+def test_as_many_samples_as_it_takes(place: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    many = {"x": torch.randn(2000, 4, generator=generator), "y": torch.arange(2000) % 3}
+    torch.save(many, place / "many.pt")
+    asked = ["--data", "many.pt", "-m", "hessian_trace", "--tolerance", "0.1", "--json"]
+    content = json.loads(run("measure", net(place, "make"), *asked, "--samples", "auto").stdout)
+    assert content["provenance"]["population"] == 2000
+    assert content["provenance"]["samples"] < 2000
+    content = json.loads(run("measure", net(place, "make"), *asked).stdout)
+    assert (content["provenance"]["population"], content["provenance"]["samples"]) == (0, 2000)
+    torch.save(make(place).state_dict(), place / "weights.pt")
+    each = ["--each", "weights.pt", "--samples", "auto"]
+    content = json.loads(run("measure", net(place, "make"), *asked, *each).stdout)
+    (report,) = content["reports"].values()
+    assert report["provenance"]["population"] == 2000
+
+
 def test_what_is_drawn_at_random_follows_the_seed(place: Path) -> None:
     """Also where the module draws numbers when it is imported, which it is once."""
     options = [net(place, "make"), "--data", "data.npz", "-m", "rho", "--json"]
@@ -296,7 +313,12 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("measure NET:make --data data.npz -m rhoo", 2, ["rhoo", "'rho'"]),
     ("measure NET:make --data data.npz --loss cross_entrpy", 2, ["'cross_entropy'"]),
     ("measure NET:make --data data.npz --device qpu", 2, ["qpu", "cpu"]),
-    ("measure NET:make --data data.npz --samples 0", 2, ["samples"]),
+    ("measure NET:make --data data.npz --samples 0", 2, ["--samples", "at least 1", "auto", "'0'"]),
+    ("measure NET:make --data data.npz --samples atuo", 2, ["--samples", "auto", "'atuo'"]),
+    ("audit NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
+    ("landscape NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
+    ("balance NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
+    ("bench NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
     ("measure NET:make --data data.npz --tolerance -1", 2, ["--tolerance", "above 0", "-1"]),
     ("measure NET:make --data data.npz --tolerance nan", 2, ["--tolerance", "finite", "nan"]),
     ("audit NET:make --data data.npz --spread 1", 2, ["--spread", "above 1"]),

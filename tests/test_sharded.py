@@ -461,6 +461,14 @@ def graphs_hold_no_weights(model: nn.Module) -> bool:
     return outputs.requires_grad and sharded and not any(kept) and bool(slope.any())
 
 
+def told_on_one(rank: int) -> dict[str, float]:
+    """A trace that one process shows, and that is expected to last: gradients would be timed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saltflat.curvature.curvature.LONG", 0.0)
+        told = (lambda *_: None) if rank == 0 else False
+        return dict(sf.trace(by_layer(dense()), samples(dense()), progress=told))
+
+
 def refusals(rank: int) -> dict[str, str]:
     def half(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
@@ -514,6 +522,7 @@ def found_of_measuring(rank: int) -> dict[Any, Any]:
     mine = slice(0, 5) if rank == 0 else slice(5, 8)
     found["of shards"] = of_shards(by_layer(convolutional()), mine, distributed=True)
     found["in between"] = measured_in_between(by_layer, measured=True)
+    found["told on one"] = told_on_one(rank)
     found["refusals"] = refusals(rank)
     return found
 
@@ -639,6 +648,11 @@ def test_sharded_models_are_given_back_as_found(ranks: list[dict[Any, Any]]) -> 
     assert all(found["as found"] for found in ranks)
     expected = measured_in_between(alone, measured=False)
     assert all(close(found["in between"], expected) for found in ranks)
+
+
+def test_one_process_may_show_the_work(ranks: list[dict[Any, Any]]) -> None:
+    one = pytest.approx(dict(sf.trace(dense(), samples(dense()))), rel=1e-10)
+    assert all(found["told on one"] == one for found in ranks)
 
 
 def test_all_measures_of_a_gathered_model(ranks: list[dict[Any, Any]]) -> None:

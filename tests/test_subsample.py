@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,33 @@ def test_a_report_says_what_it_used_and_holds_the_truth() -> None:
 def test_a_report_is_saved_with_its_intervals(tmp_path: Any) -> None:
     report = sf.measure(network(), samples(), measures=["rho"], samples="auto")
     assert sf.Report.load(report.save(tmp_path / "report.json")) == report
+
+
+def test_parts_of_unlike_sizes_are_compared_as_what_they_are_parts_of() -> None:
+    """One network has its interval on 256 samples, the other on twice as many or more."""
+    even, steep = network(), network()
+    with torch.no_grad():
+        steep[2].weight.mul_(6.0)
+    options = {"measures": ["hessian_trace"], "tolerance": 0.1}
+    both = sf.compare({"even": even, "steep": steep}, samples(), samples="auto", **options)
+    sizes = [report.provenance.samples for report in both.values()]
+    assert sizes[0] < sizes[1]
+    assert both.problems == ()
+    assert f"on {sizes[0]} of 4,000 samples, drawn at random: even" in " ".join(str(both).split())
+    # Of as many samples in all: fewer are other data.
+    few = sf.measure(steep, samples(600), **options)
+    other = sf.Comparison({"even": both["even"], "few": few})
+    assert other.problems == ("the number of samples differs (even: 4000, few: 600)",)
+
+
+def test_a_verdict_says_that_parts_are_of_unlike_sizes() -> None:
+    options = {"measures": ["rho"], "standing": False}
+    part, all_ = (sf.measure(network(), samples(), samples=s, **options) for s in ("auto", "all"))
+    sharper = replace(all_["rho"], value=2 * all_["rho"].value)
+    both = sf.Comparison({"a": part, "b": replace(all_, measurements={"rho": sharper})})
+    verdict = both.verdict("rho", "a", "b")
+    assert verdict.flatter == "a"
+    assert "taken for the same data" in verdict.reason
 
 
 def collate(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -185,12 +214,22 @@ def test_what_has_no_part_for_each_sample_is_refused() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double())
     with pytest.raises(sf.NotApplicable, match="each sample's own part of the trace"):
         sf.trace(model, data, weighted, samples="auto")
+    with pytest.raises(sf.NotApplicable, match=r"No measure can be had .* each sample's own part"):
+        sf.measure(model, data, weighted, samples="auto")
     with pytest.raises(sf.NotApplicable, match="part of normalized_sharpness"):
         sf.measure(model, data, measures=["rho", "normalized_sharpness"], samples="auto")
     found = sf.measure(model, data, samples="auto", tolerance=0.1, standing=False)
     assert "each sample's own part" in found.skipped["normalized_sharpness"]
     assert set(NAMES) <= found.keys()
     assert all(m.interval is not None for m in found.values())
+
+
+def test_what_is_sketched_is_told_as_on_all_samples() -> None:
+    for which in ("all", "auto"):
+        with pytest.warns(UserWarning, match="more than max_directions=1: sketched") as caught:
+            found = sf.trace(network(), samples(), samples=which, max_directions=1, tolerance=0.2)
+        assert (found.interval is not None) == (which == "auto")
+        assert [Path(each.filename).name for each in caught] == ["test_subsample.py"]
 
 
 def test_an_interruption_keeps_what_there_is_as_an_estimate() -> None:

@@ -40,7 +40,6 @@ from saltflat.errors import (
     NoSecondDerivative,
     NotApplicable,
     SaltflatError,
-    listed,
     nearest,
 )
 from saltflat.landscape import RiskSurface
@@ -195,15 +194,16 @@ def _on_samples(
                 raise NotApplicable(refused[name])
         parts = [_part(m) for m in report.values() if m.sampling is not None]
         if not parts:
-            raise NotApplicable(NO_PARTS.format("a measure"))
+            name, why = next(iter({**report.skipped, **refused}.items()))
+            raise NotApplicable(f"No measure can be had on some of the samples. {name}: {why}")
         return (report, engine), parts
 
-    found = grown(population, rule, look)
-    if found is None:
+    tight = grown(population, rule, look)
+    if tight is None:
         report, engine = once(population.data, measures, standing, settings)
-        return _looked(report, sum(spent)), engine
-    (report, engine), size = found
-    report = _looked(_estimated(report, rule, refused), sum(spent[:-1]))
+        return _with_looks(report, sum(spent)), engine
+    (report, engine), size = tight
+    report = _with_looks(_estimated(report, rule, refused), sum(spent[:-1]))
     if standing:
         other = once(population.first(size), [], True, on_parts)[0]
         gradients = {**report.provenance.gradients, **other.provenance.gradients}
@@ -222,13 +222,7 @@ def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report
     """A report on some samples as one of all of them."""
     size = report.provenance.samples
     measurements = {
-        name: replace(
-            m,
-            exact=False,
-            stderr=rule.error(m.sampling, m.stderr, size),
-            degrees=size - 1,
-            interval=rule.interval(_part(m), size),
-        )
+        name: replace(m, exact=False, **rule.certainty(_part(m), size))
         for name, m in report.items()
         if m.sampling is not None
     }
@@ -241,7 +235,7 @@ def _estimated(report: Report, rule: Rule, refused: Mapping[str, str]) -> Report
     )
 
 
-def _looked(report: Report, spent: float) -> Report:
+def _with_looks(report: Report, spent: float) -> Report:
     """The report with what looks at fewer samples have cost."""
     source = report.provenance
     gradients = {**source.gradients, "looks": round(spent / source.samples, 3)}
@@ -286,20 +280,23 @@ def _measured(
         stands, remarks = _standing(engine)
         seconds["standing"], spent["standing"] = perf_counter() - start, work.done - before
     work.at("done", count, count)
-    _check_agreement(risk, done, skipped)
+    _check_agreement(risk, skipped)
     certificate = engine.first.certificate
     source = provenance(risk, certificate, engine.matrix, engine.seed, seconds, spent)
     notes = (*_notes(risk), *engine.first.notes, *remarks)
     return Report(done, skipped, source, notes, standing=stands)
 
 
-def _check_agreement(risk: Risk, done: Iterable[str], skipped: Iterable[str]) -> None:
+def _check_agreement(risk: Risk, skipped: Mapping[str, str]) -> None:
     """Refuse results of which some ranks have more than others: for want of memory, say."""
-    every = risk.reduction.each(lambda: (sorted(done), sorted(skipped)))
-    for rank, (_, other) in enumerate(every):
-        if other != every[0][1]:
-            names = listed(sorted({*other} ^ {*every[0][1]}))
-            raise DistributedError(f"Measured on some ranks only, 0 or {rank}: {names}.")
+    first, *others = risk.reduction.each(lambda: dict(skipped))
+    for rank, other in enumerate(others, 1):
+        for name in sorted(first.keys() ^ other.keys()):
+            who, why = (rank, other[name]) if name in other else (0, first[name])
+            raise DistributedError(
+                f"{name} was skipped on rank {who} and not on rank {rank - who}, so that the ranks "
+                f"have no result in common: {why}"
+            )
 
 
 def _standing(engine: Curvature) -> tuple[Standing | None, list[str]]:

@@ -49,8 +49,10 @@ _AGREE = 1e-9  # samples that differ by less than this share of their mean say n
 
 # Of what has no error over samples.
 NO_PARTS = (
-    "samples='auto' needs each sample's own part of {}, which is not known: it is estimated, or no "
-    "function of means over samples that count alike. Pass samples='all'."
+    "samples='auto' needs each sample's own part of {0}, to tell how far the value on all samples "
+    "may be, and there is none: {0} is no smooth function of means over samples of equal weight, "
+    "or some blocks are estimated and others exact, or draws are shared by samples. Pass "
+    "samples='all'."
 )
 
 
@@ -103,8 +105,8 @@ class Rule:
     def used(self, size: int) -> str:
         """What was done, in words."""
         return (
-            f"measured on {size:,} of {self.population:,} samples, drawn at random: intervals hold "
-            f"the values on all of them with a probability of {100 * LEVEL:g} %"
+            f"measured on {size:,} of {self.population:,} samples, drawn at random: each interval "
+            f"holds its value on all of them with a probability of {100 * LEVEL:g} %"
         )
 
     def interval(self, part: Part, size: int) -> tuple[float, float]:
@@ -116,6 +118,14 @@ class Rule:
         skew = part.skewness * (1 - 2 * size / self.population) / (left * sqrt(size))
         error = self.error(part.stderr, part.drawn, size)
         return part.value - error * _untwisted(q, skew), part.value - error * _untwisted(-q, skew)
+
+    def certainty(self, part: Part, size: int) -> dict[str, Any]:
+        """What a result on so many samples says of its value on all of them, as its fields."""
+        return {
+            "stderr": self.error(part.stderr, part.drawn, size),
+            "degrees": size - 1,
+            "interval": self.interval(part, size),
+        }
 
     def excess(self, part: Part, size: int) -> float:
         """How many times as wide as it may be the interval is."""

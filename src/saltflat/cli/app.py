@@ -148,7 +148,7 @@ def _refuse(option: str, given: bool, words: str) -> None:
 
 
 def _measured(request: Request, model: nn.Module, data: Any, names: Any) -> sf.Report:
-    options = {**request.search(), **request.arguments(model)}
+    options = {**request.sampling(), **request.arguments(model)}
     return sf.measure(model, data, measures=names, **options)
 
 
@@ -274,6 +274,7 @@ def audit(
     """See which measures move under rescalings that keep the function (in float64)."""
     with speaking(request.voice, (save, html)):
         request.refuse("dtype")
+        request.refuse_auto()
         names, data = measure_names(measures), request.load_data()
         loaded = request.load_model(model, checkpoint)
         options = {**request.search(), **request.arguments(loaded)}
@@ -298,6 +299,7 @@ def balance(
 ) -> None:
     """Rescale the weights to the least trace of the Hessian, with the same function."""
     with speaking(request.voice):
+        request.refuse_auto()
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
         options = {**request.search(), **request.arguments(loaded)}
@@ -338,6 +340,7 @@ def landscape(
     """Compute the loss on a line or a plane through the model's parameters."""
     with speaking(request.voice, (html,)):
         request.refuse("curvature", "tolerance")
+        request.refuse_auto()
         data, loaded = request.load_data(), request.load_model(model, checkpoint)
         options = {"seed": request.seed, "path": save, **request.arguments(loaded)}
         options |= {"dimensions": dimensions, "points": points, "span": span}
@@ -365,6 +368,7 @@ def bench(
 ) -> None:
     """Time the main calls on your model, as multiples of one gradient over the same data."""
     with speaking(request.voice):
+        request.refuse_auto()
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
         options = {**request.search(), **request.arguments(loaded)}

@@ -67,13 +67,13 @@ def measured(
 ) -> sf.Comparison:
     """All that match; model and data are looked at before, so that their faults are told once."""
     files, data = matching(patterns), request.load_data()
-    options = {**request.search(), **request.arguments(load_model(model, seed=request.seed))}
+    options = {**request.sampling(), **request.arguments(load_model(model, seed=request.seed))}
     options.pop("progress", None)
     alone = how["on"] == "here" and how["workers"] == 1
     assert request.data is not None
     return sf.measure_many(
         files,
-        data if alone else partial(load_data, _anywhere(request.data), request.samples),
+        data if alone else partial(load_data, _anywhere(request.data), request.first),
         model=_Maker(_anywhere(model), request.seed),
         measures=names,
         device=usable(request.device),

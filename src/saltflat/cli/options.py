@@ -30,6 +30,7 @@ MEASURED = "What is measured"
 MANY = "Many checkpoints"
 _HOW = "How"
 _OUT = "What comes out"
+AUTO = "auto"  # as many samples as it takes
 
 
 @final
@@ -150,6 +151,16 @@ def above(least: float) -> Callable[[float | None], float | None]:
     return check
 
 
+def counted(samples: str | None) -> str | None:
+    """Checks how many samples are asked for."""
+    good = samples in (None, AUTO) or (samples.isdecimal() and int(samples) > 0)
+    if not good:
+        raise typer.BadParameter(
+            f"It must be a whole number of at least 1, or {AUTO}. Got {samples!r}."
+        )
+    return samples
+
+
 Save = Annotated[
     Path | None,
     _option("--save", help="Write the result to FILE.json.", panel=_OUT, callback=written(".json")),
@@ -185,7 +196,14 @@ class Request:
         ),
     ] = "cross_entropy"
     samples: Annotated[
-        int | None, _option("--samples", help="The first so many only.", panel=MEASURED, min=1)
+        str | None,
+        _option(
+            "--samples",
+            metavar="N|auto",
+            help="The first N only; auto: random ones, as many as --tolerance takes.",
+            panel=MEASURED,
+            callback=counted,
+        ),
     ] = None
     parameters: Annotated[
         Chosen, _option("--parameters", help="Frozen ones too, with all.", panel=MEASURED)
@@ -250,7 +268,18 @@ class Request:
     def load_data(self) -> Any:
         if self.data is None:
             raise typer.BadParameter(f"It is needed: {DATA_FORMS}.", param_hint="--data")
-        return load_data(self.data, self.samples)
+        return load_data(self.data, self.first)
+
+    @property
+    def first(self) -> int | None:
+        """How many samples from the first on; None for all."""
+        return None if self.samples in (None, AUTO) else int(self.samples)
+
+    def refuse_auto(self) -> None:
+        """For what is computed on all samples alone."""
+        if self.samples == AUTO:
+            words = "This command takes a number: auto goes with measure and compare."
+            raise typer.BadParameter(words, param_hint="--samples")
 
     def refuse(self, *names: str) -> None:
         """Options that a command has no use for are not passed over in silence."""
@@ -258,6 +287,10 @@ class Request:
             if field.name in names and getattr(self, field.name) != field.default:
                 hint = f"--{field.name}"
                 raise typer.BadParameter("This command has no use for it.", param_hint=hint)
+
+    def sampling(self) -> dict[str, Any]:
+        """Keywords of the functions that may measure on some of the samples."""
+        return {"samples": AUTO if self.samples == AUTO else "all", **self.search()}
 
     def search(self) -> dict[str, Any]:
         """Keywords of the functions that may have to estimate."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.checks import check_integer, check_number, check_seed
+from saltflat.checks import check_choice, check_integer, check_number, check_seed
 from saltflat.curvature.curvature import Curvature, Findings
 from saltflat.curvature.estimators import Estimator, check_estimator
 from saltflat.curvature.loss_hessian import derivatives_explained
@@ -125,9 +125,10 @@ def trace(
 
     if check_samples(samples, distributed) == "auto":
         population = Population(data, unpack, check_seed(seed))
-        found = _on_samples(population, settings, find, curvature)
-        if found is not None:
-            return found
+        if (tight := _on_samples(population, settings, find, curvature)) is not None:
+            estimate, findings = tight
+            _warn(findings)
+            return estimate
     risk, findings = find(data, settings)
     _warn(findings)
     return Trace(**_blocks(risk, findings, "trace", curvature, float))
@@ -634,8 +635,8 @@ def _on_samples(
     settings: Settings,
     find: Callable[[Any, Settings], tuple[Risk, Findings]],
     curvature: MatrixName,
-) -> Trace | None:
-    """The trace on as many samples as it takes; None if it takes all."""
+) -> tuple[Trace, Findings] | None:
+    """The trace on as many samples as it takes, and what it is made of; None if it takes all."""
     rule, on_parts = Rule(population.size, settings.tolerance), settings.on_parts()
 
     def look(data: Any) -> tuple[tuple[Risk, Findings, Part], list[Part]]:
@@ -647,10 +648,10 @@ def _on_samples(
         part = Part(trace.total, known["sampling"], known["skewness"], trace.total_stderr)
         return (risk, findings, part), [part]
 
-    found = grown(population, rule, look)
-    if found is None:
+    tight = grown(population, rule, look)
+    if tight is None:
         return None
-    (risk, findings, part), size = found
+    (risk, findings, part), size = tight
     fields, trace = _blocks(risk, findings, "trace", curvature, float), findings.quantities["trace"]
     used = rule.used(size)
     details = {
@@ -663,10 +664,8 @@ def _on_samples(
         )
         for name, detail in fields["details"].items()
     }
-    certainty = {"stderr": rule.error(part.stderr, part.drawn, size), "degrees": size - 1}
-    notes = (*fields["notes"], used)
-    told = {"details": details, "notes": notes, "interval": rule.interval(part, size)}
-    return Trace(**fields | certainty | told)
+    own = {"details": details, "notes": (*fields["notes"], used)}
+    return Trace(**fields | own | rule.certainty(part, size)), findings
 
 
 def checked_settings(
@@ -675,12 +674,10 @@ def checked_settings(
     certify: Certify,
     tolerance: float | None = None,
 ) -> Settings:
-    if certify not in get_args(Certify):
-        raise InvalidValue(f"certify must be 'proof', 'probe' or 'none'. Got {certify!r}.")
-    if not isinstance(max_directions, int) or max_directions < 1:
-        raise InvalidValue(f"max_directions must be a positive integer. Got {max_directions!r}.")
-    if memory_budget is not None and memory_budget < 1:
-        raise InvalidValue(f"memory_budget must be a positive number. Got {memory_budget!r}.")
+    check_choice("certify", certify, get_args(Certify))
+    check_integer("max_directions", max_directions)
+    if memory_budget is not None:
+        memory_budget = int(check_number("memory_budget", memory_budget, least=1))
     settings = Settings(max_directions, memory_budget, certify)
     if tolerance is None:
         return settings

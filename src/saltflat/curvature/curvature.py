@@ -281,10 +281,11 @@ class Curvature:
         """Say how long so many gradients will take, if that is long and the data tell their size.
 
         What a look at a few samples took is more than gradients of these take. Where that would
-        make it long, gradients are timed.
+        make it long, gradients are timed. Processes that share a model must make the same passes,
+        and neither all of them tell nor do their clocks agree: there, nothing is said.
         """
         samples = self.risk.samples(first)
-        if samples is None or self.risk.work.silent:
+        if samples is None or self.risk.work.silent or self.risk.sharded:
             return
         each = self._looked / plan.samples
         most = plan.chunk(self.settings.budget(self.risk.device), 16)
@@ -700,8 +701,8 @@ class _Search:
             return requests
         note = (
             f"tolerance={settings.tolerance:g}: {search.sent} of {search.pairs} pairs of a sample "
-            f"and a direction were sent backwards, {done.count} of the last "
-            f"{len(done.pairs.samples)} by chance"
+            "and a direction were sent backwards; the estimate is made of "
+            f"{len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
         )
         self.findings.notes.append(note)
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}

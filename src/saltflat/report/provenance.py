@@ -65,6 +65,11 @@ class Provenance:
     population: int = 0
 
     @property
+    def whole(self) -> int:
+        """How many samples the values are for."""
+        return self.population or self.samples
+
+    @property
     def used(self) -> str:
         """How many samples were measured, in words."""
         of = f" of {self.population:,}" if self.population else ""

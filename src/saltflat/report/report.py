@@ -490,6 +490,11 @@ class Comparison(Results[Report]):
         lines = [f"{name} FAILED: {shorten(why, _WHY)}" for name, why in self.failed.items()]
         if self.problems:
             lines += ["Not comparable:", *(f"  {problem}" for problem in self.problems)]
+        parts: dict[str, list[str]] = {}
+        for name, report in self.items():
+            if report.provenance.population:
+                parts.setdefault(report.provenance.used, []).append(name)
+        lines += [f"on {used}, drawn at random: {_joined(who)}" for used, who in parts.items()]
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
         if away := [name for name, s in self.standing.items() if s and not s.minimum]:
             lines.append(f"not at a minimum, and so not comparable: {_joined(away)}")

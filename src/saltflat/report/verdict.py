@@ -27,7 +27,7 @@ _LEVEL = 2.0
 # What must be equal for numbers to be comparable, and how to say that it is not.
 SAME = {
     "data_hash": "the data differ",
-    "samples": "the number of samples differs",
+    "whole": "the number of samples differs",
     "loss": "the loss differs",
     "curvature": "the curvature differs",
 }
@@ -95,6 +95,8 @@ def judged(measure: str, names: tuple[str, str], reports: tuple[Report, Report])
     doubts = []
     if None in (one.sampling, two.sampling):
         doubts.append("on these samples; for others it is not known")
+    if _unlike_parts(*(report.provenance for report in reports)):
+        doubts.append("on random parts of as many samples, taken for the same data")
     if EVERY_RESCALING - one.invariant_to:
         doubts.append("a rescaling that keeps the function could reverse this")
     return Verdict(measure, *names, "flatter", flatter, "; ".join(doubts))
@@ -113,17 +115,25 @@ def _conditions(measure: str, reports: tuple[Report, Report]) -> str:
 def alike(key: str, one: Provenance, two: Provenance) -> bool:
     """Whether two reports are of the same data, loss, ….
 
-    Data of other types are the same if they are so in float32. A user's losses of one name are the
-    same if their code is; other versions of Python cannot tell, nor files without a hash of it.
+    Data of other types are the same if they are so in float32; of random parts that are unlike in
+    size no hash can tell. A user's losses of one name are the same if their code is; other versions
+    of Python cannot tell, nor files without a hash of it.
     """
     same = bool(getattr(one, key) == getattr(two, key))
     if key == "data_hash" and not same:
+        if _unlike_parts(one, two):
+            return True
         retyped = one.data_types != two.data_types
         return retyped and one.values_hash == two.values_hash != ""
     if key == "loss" and same and one.loss_code and two.loss_code:
         pythons = (p.versions.get("python", "").split(".")[:2] for p in (one, two))
         return one.loss_code == two.loss_code or next(pythons) != next(pythons)
     return same
+
+
+def _unlike_parts(one: Provenance, two: Provenance) -> bool:
+    """Whether one was measured on a random part of the samples, and the other on more or fewer."""
+    return one.samples != two.samples and bool(one.population or two.population)
 
 
 def _models(names: tuple[str, str], reports: tuple[Report, Report]) -> str:
