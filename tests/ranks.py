@@ -549,6 +549,34 @@ def alone(data: Batches) -> Any:
     return told.provenance.samples, told.provenance.ranks, told.notes
 
 
+def prepared(**options: Any) -> Any:
+    """A loader of accelerate's, on one rank while the other does something else."""
+    from accelerate.data_loader import prepare_data_loader
+
+    given = {name: options.pop(name) for name in ("dispatch_batches",) if name in options}
+    world: dict[str, Any] = {"num_processes": 2, "process_index": 0, "rng_types": ["generator"]}
+    loader = prepare_data_loader(
+        DataLoader(seven(), 2, **options),
+        torch.device("cpu"),
+        **world,
+        **given,
+        put_on_device=True,
+    )
+    return dict(sf.trace(relu(), loader)) if dist.get_rank() == 0 else None
+
+
+def sent(data: Batches) -> Any:
+    return prepared(dispatch_batches=True)
+
+
+def shuffled_together(data: Batches) -> Any:
+    return prepared(shuffle=True)
+
+
+def with_workers(data: Batches) -> Any:
+    return prepared(shuffle=True, num_workers=1)
+
+
 def without_places(data: Batches) -> Any:
     """Noise that does not depend on a sample's place in all data."""
     with mock.patch.object(Risk, "offset", 0):
@@ -578,6 +606,9 @@ OTHERS: dict[str, Callable[[Batches], Any]] = {
         nobody,
         same_samples,
         alone,
+        sent,
+        shuffled_together,
+        with_workers,
         without_places,
         without_sums,
         beside_nccl,

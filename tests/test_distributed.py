@@ -7,7 +7,6 @@ from dataclasses import asdict, is_dataclass
 from functools import cache
 from io import BytesIO
 from math import isclose, isnan
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,16 +196,11 @@ def test_a_shard_in_one_process_is_told() -> None:
     assert any("samples of rank 1 of 4 alone" in note for note in notes)
 
 
-class DataLoaderDispatcher(DataLoader[Any]):
-    """As accelerate's, in a world of two."""
-
-    state = SimpleNamespace(num_processes=2)
-
-
-def test_a_loader_that_all_ranks_must_read_together() -> None:
-    loader = DataLoaderDispatcher(TensorDataset(torch.randn(4, 4).double(), torch.arange(4) % 3))
-    with pytest.raises(sf.DataError, match="none can read it when it needs to"):
-        sf.trace(ranks.relu(), loader)
+@pytest.mark.parametrize("job", ["sent", "shuffled_together", "with_workers"])
+def test_a_loader_that_ranks_cannot_read_alone(worlds: Worlds, job: str) -> None:
+    found = worlds(2)[0][job]
+    assert found[0] == "DataError"
+    assert "a rank that reads it alone would wait for the others" in found[1]
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,19 @@ def check_padding(data: Any) -> None:
 
 
 def check_reading(data: Any) -> None:
-    """Refuse a loader that one rank reads for all, and which all must therefore read at once."""
-    kinds = [kind.__name__ for kind in type(data).__mro__]
-    state = getattr(data, "state", None)
-    if "DataLoaderDispatcher" in kinds and getattr(state, "num_processes", 1) > 1:
+    """Refuse a loader of accelerate's in which ranks wait for each other whenever it is read."""
+    loader = getattr(data, "loader", data)
+    kinds = [kind.__name__ for kind in type(loader).__mro__]
+    how = ""
+    if "DataLoaderDispatcher" in kinds:
+        how = "reads on one rank and sends to all"
+    elif "DataLoaderShard" in kinds and getattr(loader, "rng_types", None):
+        how = "takes the random state of rank 0 before it shuffles"
+    if how and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise DataError(
-            "accelerate's DataLoaderDispatcher reads on one rank and sends to all: none can read "
-            "it when it needs to. Pass a loader that was not prepared, with sampler=saltflat."
-            "ShardSampler(dataset) and distributed=True, or dispatch_batches=False."
+            f"The loader was prepared by accelerate and {how}: a rank that reads it alone would "
+            "wait for the others. Pass the loader that was not prepared, with distributed=True and "
+            "sampler=saltflat.ShardSampler(dataset) for the samples of all ranks."
         )
 
 
