@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset
 
 import saltflat as sf
-from saltflat.distributed import Ranks
+from saltflat.distributed import Ranks, reduction
 from saltflat.risk import Risk
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -280,7 +280,7 @@ def wrong_shape(data: Batches) -> Any:
 
 
 def wrong_on_one(data: Batches) -> Any:
-    return wrong_shape(data) if dist.get_rank() == 1 else sf.trace(relu(), data, distributed=True)
+    return wrong_shape(data) if dist.get_rank() == 1 else sf.measure(relu(), data, distributed=True)
 
 
 class Unsent(Exception):
@@ -333,6 +333,62 @@ def other_model(data: Batches) -> Any:
     return sf.measure(model, data, distributed=True)
 
 
+def other_order(data: Batches) -> Any:
+    """The same numbers elsewhere: norms do not tell."""
+    model = relu()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[0].weight.copy_(model[0].weight.flip(0))
+    return sf.trace(model, data, distributed=True)
+
+
+def other_sign(data: Batches) -> Any:
+    model = relu()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[2].weight.neg_()
+    return sf.trace(model, data, distributed=True)
+
+
+def other_module(data: Batches) -> Any:
+    model = relu()
+    model[1] = nn.LeakyReLU(0.1 * (1 + dist.get_rank()))
+    return sf.trace(model, data, distributed=True)
+
+
+def other_frozen(data: Batches) -> Any:
+    model = relu()
+    model[0].weight.requires_grad_(dist.get_rank() == 0)
+    return sf.trace(model, data, distributed=True)
+
+
+def other_seed(data: Batches) -> Any:
+    return sf.measure(
+        tanh(), data, measures=["hessian_trace"], seed=dist.get_rank(), distributed=True
+    )
+
+
+def other_measures(data: Batches) -> Any:
+    names = ["hessian_trace"] if dist.get_rank() else ["rho"]
+    return sf.measure(relu(), data, measures=names, distributed=True)
+
+
+def other_loss(data: Batches) -> Any:
+    loss = nn.CrossEntropyLoss(reduction="sum" if dist.get_rank() else "mean")
+    return sf.trace(relu(), data, loss, distributed=True)
+
+
+def other_curvature(data: Batches) -> Any:
+    matrix: Any = "ggn" if dist.get_rank() else "hessian"
+    return sf.trace(relu(), data, curvature=matrix, distributed=True)
+
+
+def other_picture(data: Batches) -> Any:
+    return sf.landscape(
+        relu(), data, dimensions=1, points=3, seed=dist.get_rank(), distributed=True
+    )
+
+
 def other_call(data: Batches) -> Any:
     if dist.get_rank() == 1:
         return sf.max_eigenvalue(relu(), data, distributed=True)
@@ -342,6 +398,75 @@ def other_call(data: Batches) -> Any:
 def other_vector(data: Batches) -> Any:
     operator = sf.hessian(relu(), data, distributed=True)
     return operator @ torch.full((operator.shape[0],), float(dist.get_rank()))
+
+
+def other_place(data: Batches) -> Any:
+    """The same entries of a vector, elsewhere: sums do not tell."""
+    operator = sf.hessian(relu(), data, distributed=True)
+    vector = torch.arange(operator.shape[0], dtype=torch.float64)
+    if dist.get_rank() == 1:
+        vector[:20] = vector[:20].flip(0)
+    return operator @ vector
+
+
+def seven() -> TensorDataset:
+    return TensorDataset(torch.randn(7, 4).double(), torch.arange(7) % 3)
+
+
+class Around(Sampler[int]):
+    """A sampler of somebody's that has another one inside."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
+def padded_inside(data: Batches) -> Any:
+    dataset = seven()
+    batched = BatchSampler(Around(DistributedSampler(dataset)), 2, False)
+    return sf.trace(relu(), DataLoader(dataset, batch_sampler=batched), distributed=True)
+
+
+def padded_batches(data: Batches) -> Any:
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = prepare_data_loader(
+        DataLoader(seven(), 2),
+        num_processes=2,
+        process_index=dist.get_rank(),
+        device=torch.device("cpu"),
+    )
+    return sf.trace(relu(), loader, distributed=True)
+
+
+def shuffled_otherwise(data: Batches) -> Any:
+    dataset = TensorDataset(torch.randn(8, 4).double(), torch.arange(8) % 3)
+    sampler: Any = DistributedSampler(dataset)
+    sampler.set_epoch(dist.get_rank())
+    return sf.trace(relu(), DataLoader(dataset, 2, sampler=sampler), distributed=True)
+
+
+def of_another_world(data: Batches) -> Any:
+    dataset = TensorDataset(torch.randn(8, 4).double(), torch.arange(8) % 3)
+    sampler: Any = DistributedSampler(dataset, num_replicas=4, rank=dist.get_rank())
+    return sf.trace(relu(), DataLoader(dataset, 2, sampler=sampler), distributed=True)
+
+
+class Heavy:
+    """A sum that there is no memory for when it is to be sent."""
+
+    shape = torch.Size([2])
+
+    def detach(self) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def heavy(data: Batches) -> Any:
+    with reduction(True, "a test") as together:
+        part: Any = Heavy() if dist.get_rank() == 1 else torch.ones(2)
+        return together.totals({"a": part}, torch.device("cpu"))
 
 
 def padded(data: Batches) -> Any:
@@ -370,9 +495,24 @@ REFUSED: dict[str, Callable[[Batches], Any]] = {
         joint,
         joint_over_ranks,
         other_model,
+        other_order,
+        other_sign,
+        other_module,
+        other_frozen,
+        other_seed,
+        other_measures,
+        other_loss,
+        other_curvature,
+        other_picture,
         other_call,
         other_vector,
+        other_place,
         padded,
+        padded_inside,
+        padded_batches,
+        shuffled_otherwise,
+        of_another_world,
+        heavy,
         functions,
         nothing,
     )
@@ -409,6 +549,34 @@ def alone(data: Batches) -> Any:
     return told.provenance.samples, told.provenance.ranks, told.notes
 
 
+def prepared(**options: Any) -> Any:
+    """A loader of accelerate's, on one rank while the other does something else."""
+    from accelerate.data_loader import prepare_data_loader
+
+    given = {name: options.pop(name) for name in ("dispatch_batches",) if name in options}
+    world: dict[str, Any] = {"num_processes": 2, "process_index": 0, "rng_types": ["generator"]}
+    loader = prepare_data_loader(
+        DataLoader(seven(), 2, **options),
+        torch.device("cpu"),
+        **world,
+        **given,
+        put_on_device=True,
+    )
+    return dict(sf.trace(relu(), loader)) if dist.get_rank() == 0 else None
+
+
+def sent(data: Batches) -> Any:
+    return prepared(dispatch_batches=True)
+
+
+def shuffled_together(data: Batches) -> Any:
+    return prepared(shuffle=True)
+
+
+def with_workers(data: Batches) -> Any:
+    return prepared(shuffle=True, num_workers=1)
+
+
 def without_places(data: Batches) -> Any:
     """Noise that does not depend on a sample's place in all data."""
     with mock.patch.object(Risk, "offset", 0):
@@ -438,6 +606,9 @@ OTHERS: dict[str, Callable[[Batches], Any]] = {
         nobody,
         same_samples,
         alone,
+        sent,
+        shuffled_together,
+        with_workers,
         without_places,
         without_sums,
         beside_nccl,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
+from io import BytesIO
 from math import isclose, isnan
 from typing import Any
 
@@ -15,7 +16,9 @@ from dense import Dense
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import saltflat as sf
+from saltflat.distributed import _packed, _Unpickler
 from saltflat.measures import MEASURES
+from saltflat.prints import checksum
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -98,9 +101,24 @@ REFUSALS = {
     "joint": ("DataError", "is not a mean or a sum over samples"),
     "joint_over_ranks": ("DataError", "is not a mean or a sum over samples"),
     "other_model": ("ModelError", "'0.weight' is not the same on rank 0 and rank 1"),
+    "other_order": ("ModelError", "'0.weight' is not the same on rank 0 and rank 1"),
+    "other_sign": ("ModelError", "'2.weight' is not the same on rank 0 and rank 1"),
+    "other_module": ("ModelError", "Module '1' is not the same on rank 0 and rank 1"),
+    "other_frozen": ("InvalidValue", "parameters is 0.weight, 0.bias, 2.weight, 2.bias on rank 0"),
+    "other_seed": ("InvalidValue", "seed is 0 on rank 0 and 1 on rank 1"),
+    "other_measures": ("InvalidValue", "measures is [Rho("),
+    "other_loss": ("InvalidValue", "the loss is cross_entropy on rank 0 and cross_entropy(mean="),
+    "other_curvature": ("InvalidValue", "curvature is 'hessian' on rank 0 and 'ggn' on rank 1"),
+    "other_picture": ("InvalidValue", "seed=1) on rank 1"),
     "other_call": ("DistributedError", "All must make the same call"),
     "other_vector": ("InvalidValue", "all must have the same"),
+    "other_place": ("InvalidValue", "all must have the same"),
     "padded": ("DataError", "repeats 1 of 7 samples"),
+    "padded_inside": ("DataError", "DistributedSampler repeats 1 of 7 samples"),
+    "padded_batches": ("DataError", "BatchSamplerShard repeats 1 of 7 samples"),
+    "shuffled_otherwise": ("InvalidValue", "seed and epoch (True, 0, 0) on rank 0"),
+    "of_another_world": ("DataError", "of 2, so that some would be left out"),
+    "heavy": ("OutOfMemoryError", "out of memory"),
     "functions": ("InvalidValue", "functions cannot be audited"),
     "nothing": ("DataError", "The data are empty"),
 }
@@ -176,6 +194,49 @@ def test_a_shard_in_one_process_is_told() -> None:
     loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
     notes = sf.audit(ranks.relu(), loader, measures=["hessian_trace"], elements=1).notes
     assert any("samples of rank 1 of 4 alone" in note for note in notes)
+
+
+@pytest.mark.parametrize("job", ["sent", "shuffled_together", "with_workers"])
+def test_a_loader_that_ranks_cannot_read_alone(worlds: Worlds, job: str) -> None:
+    found = worlds(2)[0][job]
+    assert found[0] == "DataError"
+    assert "a rank that reads it alone would wait for the others" in found[1]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(8.0),
+        torch.arange(9, dtype=torch.float32)[1:],
+        torch.tensor(3, dtype=torch.int16),
+        torch.ones(3, dtype=torch.bool),
+        torch.ones(2, 3, dtype=torch.bfloat16).mT,
+        torch.ones(3, dtype=torch.complex64),
+        torch.empty(0, 4),
+    ],
+)
+def test_tensors_are_sent_without_the_rest_of_their_storage(tensor: torch.Tensor) -> None:
+    sent = _packed({"few": tensor})
+    got = _Unpickler(BytesIO(sent), torch.device("cpu")).load()["few"]
+    assert got.dtype == tensor.dtype
+    torch.testing.assert_close(got, tensor, rtol=0, atol=0)
+    few = torch.zeros(100_000, dtype=torch.float64)[:2]
+    assert len(_packed(few)) < 1000
+
+
+def test_checksums() -> None:
+    """What a sum, a norm, or a weighted sum of words does not tell."""
+    x = torch.randn(6, 4, dtype=torch.float64)
+    tensors = [x, -x, x.flip(0), x.mT.contiguous().reshape(6, 4), x + 0.0, x * (1 + 2**-52)]
+    tensors += [x.float(), -x.float(), x[1:], x.bfloat16(), -x.bfloat16(), x.roll(1, 0)]
+    long = torch.zeros(1 << 21)
+    long[-1] = 1.0
+    tensors += [long, long.roll(1), long.roll(1 << 20), torch.zeros(1 << 21)]
+    sums = [checksum(t) for t in tensors]
+    assert sums[4] == sums[0]
+    assert len(set(sums)) == len(sums) - 1
+    strided = torch.stack([x, x], 2)[..., 0]
+    assert checksum(strided) == checksum(x)
 
 
 def test_no_process_group() -> None:

@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from dense import Dense
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
@@ -25,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import saltflat as sf
-from saltflat.errors import ModelError, SaltflatError
+from saltflat.errors import DistributedError, ModelError, SaltflatError
 from saltflat.risk import Risk
 from saltflat.vectors import total_norm
 
@@ -495,21 +499,78 @@ def refusals(rank: int) -> dict[str, str]:
         "tensor parallel": lambda: sf.trace(parallel(dense_even()), data),
         "other samples": lambda: sf.trace(model, mine),
         "distributed": lambda: sf.measure(model, mine, distributed=True),
+        "other order": lambda: sf.trace(model, [t.flip(0) if rank else t for t in data]),
+        "more samples": lambda: sf.trace(model, [data] * (1 + rank)),
+        "other seed": lambda: sf.trace(model, data, seed=rank),
+        "other measures": lambda: sf.measure(model, data, measures=FORMS[rank : rank + 1]),
+        "other loss": lambda: sf.trace(model, data, nn.CrossEntropyLoss(label_smoothing=rank / 9)),
+        "flattened": lambda: sf.trace(flattened(), data),
+        "flattened, sam": lambda: sf.SAM(sgd(flattened())),
+        "flattened, entropy": lambda: sf.EntropySGD(flattened().parameters(), lr=0.1),
+        "flattened, fam": lambda: sf.FAM(flattened(), layer="_fsdp_wrapped_module.2", strength=1.0),
         "checkpoint": lambda: sf.trace(checked, data),
         "derivative": lambda: sf.trace(detached, data),
         "failure": lambda: sf.trace(failing, data),
         "no rule": lambda: sf.trace(split, (tokens(), data[1]), curvature="ggn"),
     }
     said = {name: refused(call, SaltflatError) for name, call in found.items()}
+    said["unread"] = refused(
+        lambda: sf.trace(model, Unread(data, rank)), OSError if rank else DistributedError
+    )
+    said["afterwards"] = str(sf.trace(by_layer(straight()), data).exact)
     said["sharded again"] = str(all(isinstance(p, DTensor) for p in failing.parameters()))
     return said
+
+
+class Unread:
+    """Data that one process cannot read to their end."""
+
+    def __init__(self, batch: Any, rank: int) -> None:
+        self.batch, self.rank = batch, rank
+
+    def __iter__(self) -> Any:
+        yield self.batch
+        if self.rank:
+            raise OSError("has raised an error")
+        yield self.batch
+
+
+def flattened() -> Any:
+    """As FSDP1 has it, with names and shapes of the parameters as they were."""
+    return FullyShardedDataParallel(dense(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def watched(rank: int, folder: str) -> Any:
+    """Monitors of a model that processes share, which have one log and stop together."""
+    model, data = by_layer(straight()), samples(straight())
+    options: dict[str, Any] = {"measures": ["hessian_trace"], "path": f"{folder}/log.jsonl"}
+    monitor = sf.Monitor(model, data, budget=None, **options)
+    monitor.epoch()
+    monitor.epoch()
+    distributed.barrier()
+    with open(f"{folder}/log.jsonl") as log:
+        lines = len(log.readlines())
+    distributed.barrier()
+    patient = sf.Budget(seconds=1e-9 if rank else 1e9)
+    record = sf.Monitor(model, data, measures=["hessian_trace"], budget=patient).epoch()
+    assert record is not None
+    return lines, record.skipped, dict(record.values)
+
+
+def gathered_twice(model: nn.Module) -> list[Any]:
+    """A model is whole until the outermost block is left."""
+    with sf.gathered(model):
+        with sf.gathered(model):
+            trace = sf.trace(model, samples(model)).total
+        largest = sf.max_eigenvalue(model, samples(model)).value
+    return [trace, largest, sum(isinstance(p, DTensor) for p in model.parameters())]
 
 
 def dense_even() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 4)).double()
 
 
-def found_of_measuring(rank: int) -> dict[Any, Any]:
+def found_of_measuring(rank: int, folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {("measured", "layers"): quantities(by_layer)}
     found["measured", "one"] = quantities(as_one, ["curved"])
     model = by_layer(dense())
@@ -524,6 +585,8 @@ def found_of_measuring(rank: int) -> dict[Any, Any]:
     found["in between"] = measured_in_between(by_layer, measured=True)
     found["told on one"] = told_on_one(rank)
     found["refusals"] = refusals(rank)
+    found["watched"] = watched(rank, folder)
+    found["twice"] = gathered_twice(by_layer(straight()))
     return found
 
 
@@ -543,7 +606,7 @@ def one_rank(rank: int, folder: str) -> None:
         warnings.simplefilter("ignore")
         found = found_of_training(rank)
         found["normalised"] = measured_normalised(sync=True)
-        found |= found_of_measuring(rank)
+        found |= found_of_measuring(rank, folder)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     distributed.destroy_process_group()
 
@@ -685,6 +748,17 @@ def test_uneven_shards_of_the_data_of_a_gathered_model(ranks: list[dict[Any, Any
         ("tensor parallel", "full_tensor()"),
         ("other samples", "give every rank the same data"),
         ("distributed", "give every rank all data"),
+        ("other order", "the same samples, in the same order"),
+        ("more samples", "the same samples, in the same order"),
+        ("other seed", "were not asked for the same"),
+        ("other measures", "were not asked for the same"),
+        ("other loss", "were not asked for the same"),
+        ("unread", "has raised an error"),
+        ("afterwards", "True"),
+        ("flattened", "fully_shard (FSDP2) instead"),
+        ("flattened, sam", "fully_shard (FSDP2) instead"),
+        ("flattened, entropy", "fully_shard (FSDP2) instead"),
+        ("flattened, fam", "fully_shard (FSDP2) instead"),
         ("checkpoint", "Switch checkpointing off"),
         ("derivative", "is not the derivative"),
         ("failure", "the fourth pass fails"),
@@ -696,3 +770,22 @@ def test_what_sharded_models_do_not_serve_is_refused(
     name: str, words: str, ranks: list[dict[Any, Any]]
 ) -> None:
     assert all(words in found["refusals"][name] for found in ranks)
+
+
+def test_monitors_of_a_sharded_model_have_one_log_and_stop_together(
+    ranks: list[dict[Any, Any]],
+) -> None:
+    for found in ranks:
+        lines, skipped, values = found["watched"]
+        assert lines == 2
+        assert skipped is not None
+        assert not values
+    assert "another process that shares the model" in ranks[0]["watched"][1]
+
+
+def test_a_gathered_model_is_gathered_again(ranks: list[dict[Any, Any]]) -> None:
+    one = gathered_twice(straight())
+    for found in ranks:
+        *values, sharded = found["twice"]
+        assert values == pytest.approx(one[:2], rel=1e-8)
+        assert sharded == len(list(straight().parameters()))

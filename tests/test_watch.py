@@ -420,6 +420,7 @@ def test_checksum_knows_what_but_not_in_which_order() -> None:
     assert checksum((X, Y[order])) != whole
     assert checksum((X, Y), (X[:1], Y[:1])) != whole
     assert checksum((X.flip(1), Y)) != whole, "entries have places"
+    assert checksum((-X, Y)) != whole, "entries have signs, also an even number of them"
     swapped = X.clone()
     swapped[0, 0], swapped[1, 0] = X[1, 0], X[0, 0]
     assert checksum((swapped, Y)) != whole, "samples are whole"

@@ -15,7 +15,6 @@ from saltflat.curvature import (
     piecewise_linear,
     trace,
 )
-from saltflat.distributed import ShardSampler
 from saltflat.errors import (
     ChangedData,
     CriterionError,
@@ -44,6 +43,7 @@ from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
 from saltflat.saved import cite, load
 from saltflat.sharded import gathered
+from saltflat.shards import ShardSampler
 from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries
 from saltflat.training import (

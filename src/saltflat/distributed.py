@@ -10,18 +10,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from math import nan
+from io import BytesIO
 from typing import Any, TypeVar, final
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler, Sampler
 
-from saltflat.checks import check_integer
 from saltflat.errors import DataError, DistributedError, InvalidType, InvalidValue, ModelError
+from saltflat.prints import in_words, of_buffers, of_modules, of_parameters
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -33,10 +31,16 @@ class Reduction:
     Attributes
     ----------
     ranks, rank : how many processes there are, and which one this is.
+    device : where the model is.
+    asked : the call and its options, in words.
     """
 
     ranks = 1
     rank = 0
+    device = torch.device("cpu")
+
+    def __init__(self, asked: Mapping[str, str] | None = None) -> None:
+        self.asked = dict(asked or {})
 
     def each(self, work: Callable[[], Result]) -> list[Result]:
         """What the work gave on every rank, in their order; it may not reduce anything itself.
@@ -54,20 +58,25 @@ LOCAL = Reduction()
 
 
 @contextmanager
-def reduction(distributed: bool) -> Iterator[Reduction]:
-    """What sums go through during a call: over all ranks, or of this process alone."""
+def reduction(distributed: bool, call: str, **options: object) -> Iterator[Reduction]:
+    """What sums go through during a call: over all ranks, or of this process alone.
+
+    All ranks must make the same `call` with the same `options`.
+    """
     if not isinstance(distributed, bool):
         raise InvalidType(f"distributed must be True or False. Got {type(distributed).__name__}.")
+    asked = {"call": call} | {name: in_words(value) for name, value in options.items()}
     if not distributed:
-        yield LOCAL
+        yield Reduction(asked)
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidValue(
             "distributed=True needs a process group: start the program with torchrun, and call "
             "torch.distributed.init_process_group() first. Without one, leave distributed out."
         )
-    together = Ranks()
+    together = Ranks(asked)
     try:
+        agree({}, together)
         yield together
         together.each(_nothing)
     except BaseException as error:
@@ -79,6 +88,33 @@ def _nothing() -> None:
     """At the end of a call: all ranks must have come that far."""
 
 
+def agree(told: Mapping[str, str], reduction: Reduction) -> None:
+    """Refuse to go on where ranks were asked for something else, or tell something else."""
+    if reduction.ranks == 1:
+        return
+    first, *others = reduction.each(lambda: {**reduction.asked, **told})
+    for rank, its in enumerate(others, 1):
+        if first["call"] != its["call"]:
+            raise DistributedError(
+                f"The ranks do not do the same: rank 0 calls {first['call']} and rank {rank} calls "
+                f"{its['call']}. {_SAME}"
+            )
+        for name in dict.fromkeys((*first, *its)):
+            if first.get(name) != its.get(name):
+                one, other = (_short(each.get(name, "nothing")) for each in (first, its))
+                raise InvalidValue(
+                    f"The ranks do not ask for the same: {name} is {one} on rank 0 and {other} on "
+                    f"rank {rank}. {_SAME}"
+                )
+
+
+_SAME = "All must make the same call, with the same model and options."
+
+
+def _short(words: str) -> str:
+    return words if len(words) <= 200 else f"{words[:200]}…"
+
+
 _DONE, _FAILED, _LEFT = "done", "failed", "left"
 
 
@@ -86,11 +122,12 @@ _DONE, _FAILED, _LEFT = "done", "failed", "left"
 class Ranks(Reduction):
     """All processes of the default group."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Mapping[str, str] | None = None) -> None:
+        super().__init__(asked)
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._group = _for_objects()
         self._closed = ""  # why nothing can be exchanged any more
         self._working = False
+        self._group: Any = self._call(_for_objects)
 
     def each(self, work: Callable[[], Result]) -> list[Result]:
         assert not self._working, "a rank's own work cannot wait for the others"
@@ -98,7 +135,7 @@ class Ranks(Reduction):
         place = f"{work.__module__}.{work.__qualname__}"
         self._working = True
         try:
-            said = pickle.dumps((_DONE, place, work()))
+            said = _packed((_DONE, place, work()))
         except Exception as error:
             own = _portable(error)
             said = pickle.dumps((_FAILED, place, own))
@@ -117,34 +154,43 @@ class Ranks(Reduction):
         self._closed = f"rank {self.rank} has stopped"
 
     def totals(self, sums: Mapping[Key, Tensor], device: torch.device) -> dict[Key, Tensor]:
+        shapes, on_device = self._outline(sums, device)
+        if not shapes:
+            return {}
+        options: dict[str, Any] = {
+            "device": device if on_device else torch.device("cpu"),
+            "dtype": torch.float64,
+        }
+        rows: list[Tensor] = []
+
+        def line_up() -> None:
+            zeros = (torch.zeros(shape, **options) for shape in shapes.values())
+            parts = (sums.get(key, zero) for key, zero in zip(shapes, zeros, strict=True))
+            rows.append(torch.cat([part.detach().to(**options).reshape(-1) for part in parts]))
+
+        self.each(line_up)  # a rank without memory for it must not leave the others waiting
+        self._call(lambda: dist.all_reduce(rows[0], group=None if on_device else self._group))
+        totals = rows[0].to(device).split([shape.numel() for shape in shapes.values()])
+        return {
+            key: total.reshape(shape).clone()
+            for (key, shape), total in zip(shapes.items(), totals, strict=True)
+        }
+
+    def _outline(
+        self, sums: Mapping[Key, Tensor], device: torch.device
+    ) -> tuple[dict[Key, torch.Size], bool]:
+        """The shapes of all sums that a rank has, and whether all ranks have nccl for them."""
+        fast = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
+        told = self.each(lambda: ({key: value.shape for key, value in sums.items()}, fast))
         shapes: dict[Key, torch.Size] = {}
-        for known in self.each(lambda: {key: value.shape for key, value in sums.items()}):
+        for known, _ in told:
             for key, shape in known.items():
                 if shapes.setdefault(key, shape) != shape:
                     raise DataError(
                         f"The ranks' parts of a sum do not fit: {tuple(shapes[key])} and "
                         f"{tuple(shape)}. Give every rank samples of the same kind."
                     )
-        on_device = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
-        options: dict[str, Any] = {
-            "device": device if on_device else torch.device("cpu"),
-            "dtype": torch.float64,
-        }
-        parts = [
-            sums[key].detach().to(**options).reshape(-1)
-            if key in sums
-            else torch.zeros(shape.numel(), **options)
-            for key, shape in shapes.items()
-        ]
-        if not parts:
-            return {}
-        flat = torch.cat(parts)
-        self._call(lambda: dist.all_reduce(flat, group=None if on_device else self._group))
-        totals = flat.to(device).split([shape.numel() for shape in shapes.values()])
-        return {
-            key: total.reshape(shape).clone()
-            for (key, shape), total in zip(shapes.items(), totals, strict=True)
-        }
+        return shapes, all(fast for _, fast in told)
 
     def _agreed(self, answers: list[tuple[str, str, Any]], own: BaseException | None) -> list[Any]:
         """The results, if there is one on every rank."""
@@ -164,7 +210,7 @@ class Ranks(Reduction):
             other = next(k for k, place in enumerate(places) if place != places[0])
             raise DistributedError(
                 f"The ranks do not do the same: rank 0 is at {places[0]} and rank {other} at "
-                f"{places[other]}. All must make the same call, with the same model and options."
+                f"{places[other]}. {_SAME}"
             )
         return [result for _, _, result in answers]
 
@@ -181,13 +227,13 @@ class Ranks(Reduction):
         rows = [padded.new_empty(longest) for _ in range(self.ranks)]
         self._call(lambda: dist.all_gather(rows, padded, group=self._group))
         return [
-            pickle.loads(row[: int(size)].numpy().tobytes())
+            _Unpickler(BytesIO(row[: int(size)].numpy().tobytes()), self.device).load()
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _call(self, collective: Callable[[], Any]) -> None:
+    def _call(self, collective: Callable[[], Result]) -> Result:
         try:
-            collective()
+            return collective()
         except (RuntimeError, ValueError) as error:
             self._closed = "a rank is gone"
             raise DistributedError(
@@ -195,6 +241,36 @@ class Ranks(Reduction):
                 f"memory, or the network failed (rank {self.rank} of {self.ranks} was told: "
                 f"{str(error).partition('. This')[0]}). Look at the other ranks' output."
             ) from error
+
+
+@final
+class _Pickler(pickle.Pickler):
+    """Tensors go as their values: by default a few rows take the rest of their storage along, and
+    come out on the device, by its number, that the sender has."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return None
+        values = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return values.numpy().tobytes(), obj.dtype, obj.shape, obj.device.type == "cpu"
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        content, dtype, shape, on_cpu = pid
+        values = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0)
+        return values.to(dtype).reshape(shape).to("cpu" if on_cpu else self._device)
+
+
+def _packed(content: Any) -> bytes:
+    file = BytesIO()
+    _Pickler(file).dump(content)
+    return file.getvalue()
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -210,30 +286,23 @@ def _portable(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def aligned(model: nn.Module, reduction: Reduction) -> Iterator[list[str]]:
+def aligned(model: nn.Module, told: Mapping[str, str], reduction: Reduction) -> Iterator[list[str]]:
     """All ranks have the model of the first: parameters must agree, buffers are taken over.
 
     DistributedDataParallel leaves every rank with the running statistics of its own batches. The
-    names are those of the buffers that differ.
+    names are those of the buffers that differ. What is `told` of the rest must agree too.
     """
     if reduction.ranks == 1:
         yield []
         return
-    prints = reduction.each(lambda: _prints(model))
-    first = prints[0][0]
-    for rank, (norms, _) in enumerate(prints):
-        for name in dict.fromkeys((*first, *norms)):
-            own, its = (each.get(name, nan) for each in (first, norms))
-            if not abs(own - its) <= 1e-6 * abs(own):
-                raise ModelError(
-                    f"Parameter {name!r} is not the same on rank 0 and rank {rank}: every rank "
-                    "must have the same model. Load the same weights, or wrap it in "
-                    "DistributedDataParallel, which sends those of rank 0 to all."
-                )
+    agree(told, reduction)
+    prints = reduction.each(lambda: (of_modules(model), of_parameters(model), of_buffers(model)))
+    _check_alike([modules for modules, _, _ in prints], "Module {!r}")
+    _check_alike([values for _, values, _ in prints], "Parameter {!r}")
     buffers = dict(model.named_buffers())
-    names = [n for n in buffers if len({sums.get(n) for _, sums in prints}) > 1]
-    told = {n: buffers[n].detach().cpu() for n in names if reduction.rank == 0}
-    theirs = reduction.each(lambda: told)[0]
+    names = [n for n in buffers if len({sums.get(n) for _, _, sums in prints}) > 1]
+    first = {n: buffers[n].detach().cpu() for n in names if reduction.rank == 0}
+    theirs = reduction.each(lambda: first)[0]
     before = {n: buffers[n].data for n in names}
     try:
         for name, data in before.items():
@@ -244,18 +313,16 @@ def aligned(model: nn.Module, reduction: Reduction) -> Iterator[list[str]]:
             buffers[name].data = data
 
 
-def _prints(model: nn.Module) -> tuple[dict[str, float], dict[str, int]]:
-    """By which models are told apart: the norms of parameters, and checksums of buffers."""
-    norms = {
-        name: float(torch.linalg.vector_norm(p.detach().double()))
-        for name, p in model.named_parameters()
-    }
-    sums = {
-        name: crc32(b.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for name, b in model.named_buffers()
-        if b.layout == torch.strided and b.numel()
-    }
-    return norms, sums
+def _check_alike(prints: list[dict[str, str]], what: str) -> None:
+    """Refuse ranks that have something else than the first."""
+    for rank, its in enumerate(prints):
+        for name in dict.fromkeys((*prints[0], *its)):
+            if prints[0].get(name) != its.get(name):
+                raise ModelError(
+                    f"{what.format(name)} is not the same on rank 0 and rank {rank}: every rank "
+                    "must have the same model, to the last bit. Load the same weights, or wrap it "
+                    "in DistributedDataParallel, which sends those of rank 0 to all."
+                )
 
 
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -272,83 +339,3 @@ def _for_objects() -> Any:
     if world not in _GROUPS:
         _GROUPS[world] = dist.new_group(backend="gloo")
     return _GROUPS[world]
-
-
-def _sampler(data: Any) -> DistributedSampler[Any] | None:
-    """The DistributedSampler of a loader, if it has one that leaves samples to other ranks."""
-    batches = getattr(data, "batch_sampler", None)
-    for each in (getattr(data, "sampler", None), batches, getattr(batches, "sampler", None)):
-        if isinstance(each, DistributedSampler) and each.num_replicas > 1:
-            return each
-    return None
-
-
-def one_shard(data: Any) -> str:
-    """What is to be said of a loader of one process that gives the samples of one rank alone."""
-    sampler = _sampler(data)
-    if sampler is None:
-        return ""
-    return (
-        f"the loader has a DistributedSampler: these are the samples of rank {sampler.rank} of "
-        f"{sampler.num_replicas} alone. Pass distributed=True on every rank to measure those of "
-        "all, or a loader without it"
-    )
-
-
-def check_padding(data: Any) -> None:
-    """Refuse a sampler that gives some samples twice, to make all shards equally long."""
-    sampler = _sampler(data)
-    if sampler is None:
-        return
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    if not sampler.drop_last and sampler.total_size > length:
-        raise DataError(
-            f"DistributedSampler repeats {sampler.total_size - length} of {length} samples to give "
-            "all ranks as many, so that they would count twice. Use sampler=saltflat.ShardSampler("
-            "dataset), which gives every sample once."
-        )
-
-
-@final
-class ShardSampler(Sampler[int]):
-    """The samples of one rank: a stretch of the dataset, each sample on one rank and once.
-
-    Torch's `DistributedSampler` repeats samples until all ranks have as many, and these would count
-    twice. Here the first ranks' stretches are as long as the others' or one sample shorter, and
-    put one after the other they are the dataset in its order.
-
-    Parameters
-    ----------
-    dataset : anything with a length.
-    rank, world : which shard of how many; by default those of the process group.
-
-    Examples
-    --------
-    >>> import saltflat as sf
-    >>> [list(sf.ShardSampler("abcdefg", rank=k, world=3)) for k in range(3)]
-    [[0, 1], [2, 3], [4, 5, 6]]
-    """
-
-    def __init__(self, dataset: Any, rank: int | None = None, world: int | None = None) -> None:
-        if (rank is None) != (world is None):
-            raise InvalidValue(
-                f"ShardSampler takes rank and world, or neither. Got {rank=}, {world=}."
-            )
-        if rank is None or world is None:
-            if not (dist.is_available() and dist.is_initialized()):
-                raise InvalidValue(
-                    "ShardSampler needs a process group to know its rank: call "
-                    "torch.distributed.init_process_group() first, or pass rank= and world=."
-                )
-            rank, world = dist.get_rank(), dist.get_world_size()
-        check_integer("world", world)
-        if not 0 <= check_integer("rank", rank, least=0) < world:
-            raise InvalidValue(f"rank must be less than world, {world}. Got {rank}.")
-        length = len(dataset)
-        self.indices = range(length * rank // world, length * (rank + 1) // world)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)

@@ -141,11 +141,13 @@ def measure(
     check_seed(seed)
     names = parameters if isinstance(parameters, str) else list(parameters)
     chosen = partial(Risk, parameters=names, dtype=dtype, unpack=unpack, output=output)
+    engine_options = {"curvature": curvature, "estimator": estimator, **settings.asked}
 
     def once(
         data: Any, measures: Sequence[Measure], standing: bool, settings: Settings = settings
     ) -> tuple[Report, Curvature]:
-        with reduction(distributed) as together:
+        asked = {"measures": measures, "on_error": on_error, "standing": standing, "seed": seed}
+        with reduction(distributed, "measure", **asked, **engine_options) as together:
             risk = chosen(model, data, loss, reduction=together)
             risk.watched.on = True
             engine = Curvature(risk, curvature, estimator, settings, seed)

@@ -10,6 +10,7 @@ from functools import partial, reduce
 from itertools import chain, islice
 from operator import length_hint
 from typing import Any, final
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.distributed import LOCAL, Reduction, aligned, check_padding, one_shard
+from saltflat.distributed import LOCAL, Reduction, aligned
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -44,10 +45,13 @@ from saltflat.losses import (
     resolve,
     scalar,
     summary,
+    with_settings,
 )
 from saltflat.memory import halving, ordinary
+from saltflat.prints import in_words
 from saltflat.session import RandomState, lend, modules_in
-from saltflat.sharded import ADVICE, Gathering, is_sharded, settle
+from saltflat.sharded import ADVICE, Gathering, is_sharded, refuse_flattened, settle
+from saltflat.shards import check_padding, check_reading, one_shard, shard_of
 from saltflat.vectors import total_norm
 from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
@@ -286,7 +290,7 @@ class Risk:
         self._note_switches()
         lent = partial(lend, self.model, measured, self.dtype, beside)
         try:
-            with aligned(self.model, self.reduction) as taken:
+            with aligned(self.model, self._told(), self.reduction) as taken:
                 if taken and (note := _TAKEN + listed(taken)) not in self.notes:
                     self.notes.append(note)
                 with lent() as loan, self._gathered():
@@ -295,10 +299,21 @@ class Risk:
         finally:
             self._start.restore()
 
+    def _told(self) -> dict[str, str]:
+        """What must be the same in all processes, beside the model and what was asked for."""
+        told = {"the loss": with_settings(self.loss), "parameters": ", ".join(self.parameters)}
+        told["dtype"] = str(self.dtype)
+        if self.reduction.ranks > 1:
+            told |= shard_of(self._items, self.reduction.rank, self.reduction.ranks)
+        return told
+
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         """Passes of a model that processes share are made by all of them together."""
-        self.gathering = Gathering(self.model) if self.sharded else None
+        self.gathering = None
+        if self.sharded:
+            told = in_words({**self.reduction.asked, **self._told()})
+            self.gathering = Gathering(self.model, crc32(told.encode()))
         try:
             yield
         finally:
@@ -335,13 +350,13 @@ class Risk:
         """What a forward pass runs in. Processes tell by a checksum whether they do the same."""
         if self.gathering is None:
             return nullcontext()
-        tally = Tally()
-        Watch(on=True).see(tally, (batch.inputs, batch.targets), batch.size)
-        return self.gathering.passing(tally.checksum % (1 << 31))
+        return self.gathering.passing(crc32(in_words(batch.leaves()).encode()))
 
     def _look_at_sampler(self) -> None:
-        """See to the samples that a DistributedSampler repeats, or leaves to other ranks."""
+        """See to the samples that a sampler repeats, or leaves to other ranks, and to these."""
+        check_reading(self._items)
         if self.reduction.ranks > 1:
+            self.reduction.device = self.device
             check_padding(self._items)
         elif note := one_shard(self._items):
             self.notes.append(note)
@@ -404,9 +419,11 @@ class Risk:
             self._start.restore()
         self._passes += 1
         count, tally = 0, Tally()
-        for batch in self._read(self._items, tally):
+        for batch in self._announced(self._read(self._items, tally)):
             count += batch.size
             yield batch
+        if self.gathering is not None:
+            self.gathering.end(count)
         if not count and self.reduction.ranks == 1:
             raise DataError(_EMPTY)
         self._own = count
@@ -551,6 +568,15 @@ class Risk:
                 continue
             self.watched.see(tally, (batch.inputs, batch.targets), batch.size)
             yield batch
+
+    def _announced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same; of an error in reading them, processes that share the model are told."""
+        try:
+            yield from batches
+        except Exception:
+            if self.gathering is not None:
+                self.gathering.leave()
+            raise
 
     def forward(self, batch: Batch) -> Tensor:
         """The model's outputs, one row a sample, checked.
@@ -934,6 +960,7 @@ def _choose(
 
 
 def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> None:
+    refuse_flattened(everything.values())
     for name, p in everything.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"Parameter {name!r} is lazy: run the model once before measuring.")

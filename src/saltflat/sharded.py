@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeGuard, final
+from typing import Any, NoReturn, TypeGuard, final
 from weakref import WeakSet
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,20 @@ def refuse_sharded(parameters: Iterable[Tensor | None], who: str, advice: str) -
         raise ModelError(
             f"{who}, and those of this model are sharded (DTensors, as fully_shard makes them). "
             f"{advice}"
+        )
+
+
+def refuse_flattened(parameters: Iterable[Tensor]) -> None:
+    """The error for FSDP1, whose parameters are parts of one flat tensor, and no leaves of graphs.
+
+    Without it derivatives by them would be zeros, and norms those of one process.
+    """
+    if any(getattr(p, "_fsdp_flattened", False) for p in parameters):
+        raise ModelError(
+            "The model is in FullyShardedDataParallel (FSDP1), which keeps parameters as parts of "
+            "flat tensors, one part in each process. Shard it by torch.distributed.fsdp."
+            "fully_shard (FSDP2) instead; to measure, a model without FSDP1 will do too that has "
+            "loaded its full state dict."
         )
 
 
@@ -132,7 +147,8 @@ def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None
     >>> with sf.gathered(model):
     ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
     """
-    modules, groups = gathering_modules(model), _groups(model)
+    modules = [module for module in gathering_modules(model) if module not in _WHOLE]
+    groups = [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
     kept = ("reshard_after_backward", "post_forward_mesh_info")
     before = [(group, name, getattr(group, name)) for group in groups for name in kept]
     try:
@@ -204,6 +220,20 @@ class _Part:
     offset: int
 
 
+_LEFT, _ASKED = "an error", "the call"
+_RAISED = "A process that shares the model has raised an error: look at the output of the others"
+_OTHER_SAMPLES = (
+    "The processes that share the model do not run it on the same samples, in the same order. A "
+    "sharded model is gathered by all of them together: give every rank the same data, without a "
+    "DistributedSampler, and make the same call on all of them"
+)
+_OTHER_OPTIONS = (
+    "The processes that share the model were not asked for the same. All must make the same call, "
+    "with the same options: measures, loss, parameters, seed and the rest"
+)
+_NUMBERS = 6  # that processes exchange at a time
+
+
 @final
 class Gathering:
     """Passes of a model that processes share, on the same samples, layer by layer.
@@ -212,11 +242,12 @@ class Gathering:
     are the leaves of its graphs. What graphs save of them is gathered anew when it is asked for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, asked: int) -> None:
         self.modules = gathering_modules(model)
         self.leaves: dict[int, Tensor] = {}  # id of a DTensor -> the leaf of graphs
         self._storages: dict[int, Any] = {}  # where a leaf's values are -> the DTensor
         self._passes = 0
+        self._closed = False  # whether processes go their own ways
         for module in self.modules:
             module.unshard()
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -230,6 +261,7 @@ class Gathering:
                     "tensor, as those of tensor parallelism are. Measure a copy of the model with "
                     "plain parameters, full_tensor() of each."
                 )
+        self._agree(_ASKED, asked)
 
     def _know(self, sharded: Any, leaf: Tensor) -> None:
         plain = not is_sharded(leaf) and leaf.is_contiguous() and leaf.storage_offset() == 0
@@ -247,7 +279,7 @@ class Gathering:
     def passing(self, sign: int) -> Iterator[None]:
         """A forward pass, which all processes make together; `sign` tells on what."""
         self._passes += 1
-        self._agree(self._passes, sign, int(torch.is_grad_enabled()))
+        self._agree("a pass", self._passes, sign, int(torch.is_grad_enabled()))
         watch = register_module_forward_pre_hook(self._insist)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -255,6 +287,10 @@ class Gathering:
         finally:
             watch.remove()
             _reshard(self.modules)
+
+    def end(self, samples: int) -> None:
+        """All data were read, so many samples, by all processes."""
+        self._agree("the end of the data", samples)
 
     def _insist(self, module: nn.Module, _: Any) -> None:
         """Refuse what would save weights that are freed: their place is our hooks' to keep."""
@@ -268,28 +304,39 @@ class Gathering:
 
     def least(self, number: int) -> int:
         """The smallest of what the processes have."""
-        return -self._largest(-number)[0]
+        return -self._exchanged("a number", -number)[0]
 
-    def _agree(self, *numbers: int) -> None:
-        found = self._largest(*numbers, *(-n for n in numbers))
+    def leave(self) -> None:
+        """This process raises an error between passes: the others, who wait, are to stop too."""
+        with suppress(DistributedError):  # of another one that was first
+            self._exchanged(_LEFT)
+
+    def _agree(self, what: str, *numbers: int) -> None:
+        found = self._exchanged(what, *numbers, *(-n for n in numbers))
         if found[: len(numbers)] != [-n for n in found[len(numbers) :]]:
-            raise DistributedError(
-                "The processes that share the model do not run it on the same samples. A sharded "
-                "model is gathered by all of them together: give every rank the same data, without "
-                "a DistributedSampler, and make the same call on all of them."
-            )
+            self._part(_OTHER_OPTIONS if what == _ASKED else _OTHER_SAMPLES)
 
-    def _largest(self, *numbers: int) -> list[int]:
-        """The largest that a process has, of each."""
-        from torch.distributed.tensor import DTensor, Partial
+    def _exchanged(self, what: str, *numbers: int) -> list[int]:
+        """The largest that a process has of each; as many go each time, whatever they are for."""
+        if self._closed:
+            return list(numbers)
+        kind = crc32(what.encode())
+        signs = int(what == _LEFT), kind, -kind
+        empty = [0] * (_NUMBERS - len(numbers))
+        self._closed = True  # unless all answer
+        one = next(iter(self._storages.values()))
+        left, most, least, *found = largest(one, *signs, *numbers, *empty)
+        if left:
+            self._part(_RAISED)
+        if most != -least:
+            self._part(_OTHER_SAMPLES)
+        self._closed = False
+        return found[: len(numbers)]
 
-        sharded = next(iter(self._storages.values()))
-        mesh = sharded.device_mesh
-        own = torch.tensor(numbers, device=sharded.device)
-        parts = [Partial("max")] * mesh.ndim
-        whole = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
-        found: list[int] = whole.tolist()
-        return found
+    def _part(self, problem: str) -> NoReturn:
+        """From here on processes go their own ways."""
+        self._closed = True
+        raise DistributedError(f"{problem}.")
 
     def _pack(self, saved: Tensor) -> Any:
         strided = saved.layout == torch.strided
@@ -309,6 +356,34 @@ class Gathering:
                 "inplace operation"
             )
         return saved
+
+
+def shared_parameter(model: nn.Module) -> Any:
+    """A parameter that processes share, or None."""
+    return next(filter(is_sharded, model.parameters()), None)
+
+
+def is_first(sharded: Any) -> bool:
+    """Whether this process is the first of those that share a DTensor, or shares none."""
+    return sharded is None or not any(sharded.device_mesh.get_coordinate())
+
+
+def largest(sharded: Any, *numbers: int) -> list[int]:
+    """The largest that a process has of each number, among those that share a DTensor."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = sharded.device_mesh
+    own = torch.tensor(numbers, device=sharded.device)
+    parts = [Partial("max")] * mesh.ndim
+    try:
+        whole = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
+    except RuntimeError as error:
+        raise DistributedError(
+            "A process that shares the model is gone, has raised an error, or does not make this "
+            f"call ({str(error).partition('. This')[0]}). Look at the output of the others."
+        ) from error
+    found: list[int] = whole.tolist()
+    return found
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -122,6 +122,8 @@ class Watch:
         elif flat.storage_offset() * size % 8:
             flat = flat.clone()
         bits = flat.view(torch.int64)
+        # A product keeps but one bit of what is at the top, where float64 has its signs.
+        bits = bits ^ (bits >> 32)
         words = self._weights(bits.shape[1], bits.device)
         # There is no product of integer matrices on a GPU; on a CPU it is the fastest way.
         return bits @ words if bits.is_cpu else (bits * words).sum(1)

@@ -26,7 +26,7 @@ from saltflat.audit.result import (
     judge,
 )
 from saltflat.curvature import Curvature, Estimator, MatrixName, Settings
-from saltflat.distributed import Reduction, one_shard
+from saltflat.distributed import Reduction
 from saltflat.errors import InvalidType
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
@@ -35,6 +35,7 @@ from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.risk import Output, Risk, Unpack, logits
 from saltflat.session import RandomState, lend
+from saltflat.shards import one_shard
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
 from saltflat.work import Work
 

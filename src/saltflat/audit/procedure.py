@@ -96,13 +96,14 @@ def audit(
     True
     """
     panel_measures = _measures(measures, functions or {})
-    _check(elements, spread)
+    _check(elements, spread, seed)
     settings = checked_settings(max_directions, memory_budget, "proof", tolerance)
     settings = replace(settings, adaptive=False)  # drift is told from noise best without any
     check_estimator(estimator)
-    check_seed(seed)
     data = kept(data)  # one for all models
-    with reduction(distributed) as together, _shown(together, progress) as work:
+    asked = {"measures": panel_measures, "elements": elements, "spread": spread, "seed": seed}
+    asked |= {"curvature": curvature, "estimator": estimator, **settings.asked}
+    with reduction(distributed, "audit", **asked) as together, _shown(together, progress) as work:
         _check_functions(functions or {}, together)
         work.at("searching rescalings", 0, 1)
         common: dict[str, Any] = {"unpack": unpack, "output": output, "reduction": together}
@@ -190,7 +191,8 @@ def _measures(measures: Selection, functions: Mapping[str, Function]) -> Sequenc
     return known
 
 
-def _check(elements: int, spread: float) -> None:
+def _check(elements: int, spread: float, seed: int) -> None:
+    check_seed(seed)
     check_integer("elements", elements)
     if not (math.isfinite(spread) and spread > 1):
         raise InvalidValue(f"spread must be a finite number > 1. Got {spread!r}.")

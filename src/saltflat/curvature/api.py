@@ -24,6 +24,7 @@ from saltflat.curvature.sweep import Kind
 from saltflat.distributed import reduction
 from saltflat.errors import InvalidType, InvalidValue, ModelError, NotApplicable, nearest
 from saltflat.losses import LossLike
+from saltflat.prints import checksum
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
 from saltflat.subsample import NO_PARTS, Part, Population, Rule, Samples, check_samples, grown
@@ -120,7 +121,8 @@ def trace(
     options = {"parameters": names, "dtype": dtype, "unpack": unpack, "output": output}
 
     def find(data: Any, settings: Settings) -> tuple[Risk, Findings]:
-        with _risk(distributed, model, data, loss, options) as risk:
+        asked = _asked("trace", curvature, seed, settings, estimator=estimator)
+        with _risk(distributed, asked, model, data, loss, options) as risk:
             return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
 
     if check_samples(samples, distributed) == "auto":
@@ -167,7 +169,8 @@ def diagonal(
     """
     settings = checked_settings(max_directions, memory_budget, certify, tolerance)
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    with _risk(distributed, model, data, loss, options) as risk:
+    asked = _asked("diagonal", curvature, seed, settings, estimator=estimator)
+    with _risk(distributed, asked, model, data, loss, options) as risk:
         findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
     _warn(findings)
     return Diagonal(**_blocks(risk, findings, "diagonal", curvature, Tensor.cpu))
@@ -222,7 +225,8 @@ def eigenvalues(
     """
     settings = checked_settings(1000, memory_budget, "proof")
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    with _risk(distributed, model, data, loss, options) as risk:
+    asked = _asked("eigenvalues", curvature, seed, settings, k=k, block=block, tol=tol)
+    with _risk(distributed, asked, model, data, loss, options) as risk:
         names = _block(risk, block)
         size = sum(risk.parameters[name].numel() for name in names)
         if check_integer("k", k) > size:
@@ -235,12 +239,24 @@ def eigenvalues(
     return Eigenvalues(tuple(Eigenvalue(*pair, curvature) for pair in pairs), curvature, block)
 
 
+def _asked(
+    call: str, curvature: MatrixName, seed: int, settings: Settings, **others: object
+) -> dict[str, Any]:
+    """The call and its options, which must be the same in all processes."""
+    return {"call": call, "curvature": curvature, "seed": seed, **settings.asked, **others}
+
+
 @contextmanager
 def _risk(
-    distributed: bool, model: nn.Module, data: Any, loss: LossLike, options: dict[str, Any]
+    distributed: bool,
+    asked: dict[str, Any],
+    model: nn.Module,
+    data: Any,
+    loss: LossLike,
+    options: dict[str, Any],
 ) -> Iterator[Risk]:
     """The risk of this process, or of all ranks, for the length of a call."""
-    with reduction(distributed) as together:
+    with reduction(distributed, **asked) as together:
         yield Risk(model, data, loss, **options, reduction=together)
 
 
@@ -368,7 +384,8 @@ def density(
         check_number("width", width, above=True)
     settings = checked_settings(1000, memory_budget, "proof")
     options = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
-    with _risk(distributed, model, data, loss, options) as risk:
+    asked = _asked("density", curvature, seed, settings, block=block, probes=probes, steps=steps)
+    with _risk(distributed, asked, model, data, loss, options) as risk:
         names = _block(risk, block)
         whole = Curvature(risk, curvature, settings=settings, seed=check_seed(seed))
         whole.foresee = partial(whole.announce, probes * steps * PRODUCT)
@@ -471,10 +488,12 @@ class Operator(LinearOperator):  # type: ignore[misc]
         return {name: image[name].to(*kind) for name, kind in kinds.items()}
 
     def _images(self, vectors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        with reduction(self._distributed) as together:
-            sums = [[float(x.double().sum()) for x in v.values()] for v in vectors]
-            if any(other != sums for other in together.each(lambda: sums)):
-                raise InvalidValue("The ranks multiply other vectors: all must have the same.")
+        call = f"a product with the {self.curvature}"
+        with reduction(self._distributed, call) as together:
+            if together.ranks > 1:
+                sums = together.each(lambda: [[checksum(x) for x in v.values()] for v in vectors])
+                if any(other != sums[0] for other in sums):
+                    raise InvalidValue("The ranks multiply other vectors: all must have the same.")
             risk = self._risk(reduction=together)
             with risk.session(), derivatives_explained():
                 return Curvature(risk, self.curvature, settings=self._settings).images(vectors)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, final
 
@@ -60,6 +60,12 @@ class Settings:
     def on_parts(self) -> Settings:
         """For looks at parts of the data, where draws may add but a share of the error."""
         return replace(self, adaptive=False, tolerance=self.tolerance / 2)
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """What must be the same in all processes: all but the memory that each has."""
+        others = (field.name for field in fields(self) if field.name != "memory_budget")
+        return {name: getattr(self, name) for name in others}
 
     def budget(self, device: torch.device, weights: int = 0) -> int:
         """Bytes that one chunk may take, of a model with `weights` bytes of parameters.

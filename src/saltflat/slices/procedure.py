@@ -117,7 +117,8 @@ def landscape(
     common = {"parameters": parameters, "dtype": dtype, "unpack": unpack, "output": output}
     calls = {"memory_budget": memory_budget, "distributed": distributed, "progress": progress}
     notes: tuple[str, ...] = ()
-    with reduction(distributed) as together:
+    asked = {"grid": grid, "accuracy": accuracy, "path": path is not None}
+    with reduction(distributed, "landscape", **asked) as together:
         if directions == "balanced":
             model, notes = _balanced(model, data, loss, common, calls, together)
         risk = Risk(model, data, loss, **common, reduction=together)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import mixed
 from saltflat.errors import InvalidValue
-from saltflat.sharded import held, shard_like
+from saltflat.sharded import held, refuse_flattened, shard_like
 from saltflat.training.perturbing import FrozenStatistics, refuse_wrapped_closure
 from saltflat.vectors import copies, put
 
@@ -113,6 +113,7 @@ class EntropySGD(Optimizer):
         }
         self._adopt_watch()
         super().__init__(params, defaults)
+        refuse_flattened(p for group in self.param_groups for p in group["params"])
 
     @property
     def at_center(self) -> bool:

@@ -31,7 +31,8 @@ from saltflat.measure import measure, measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
 from saltflat.report import Report
-from saltflat.risk import Output, Risk, Unpack
+from saltflat.risk import Output, Risk, Unpack, unwrap
+from saltflat.sharded import is_first, largest, shared_parameter
 from saltflat.training.history import Record, appended, continued, drawn, frame, saved
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class Monitor:
         own = {"loss": loss, "output": output, "measures": self._measures}
         self._options = {**options, **own, "on_error": "skip"}
         self.path = None if path is None else Path(path)
-        with reduction(self._distributed) as together:
+        asked = {"every": self.every, "steps": self.steps, "samples": samples}
+        with reduction(self._distributed, "Monitor", **asked) as together:
             self._risk_options = {
                 "loss": loss,
                 "parameters": options.get("parameters", "trainable"),
@@ -170,7 +172,8 @@ class Monitor:
             risk = Risk(model, data, **self._risk_options, unpack=unpack, reduction=together)
             self._data, self._samples = _probe(risk, _positive("samples", samples))
             self.history: list[Record] = together.each(self._continued)[0]
-            self._writes = together.rank == 0
+            self._shared = shared_parameter(unwrap(model))
+            self._writes = together.rank == 0 and is_first(self._shared)
         self._step = self.history[-1].step if self.history else 0
         self._epoch = self.history[-1].epoch if self.history else 0
         self._own_writer = self._writes and isinstance(tensorboard, str | os.PathLike)
@@ -283,7 +286,9 @@ class Monitor:
         short = not self._measured and self._ahead < _SHORT
         budget = Budget(seconds=self.budget.seconds) if short else self.budget
         reason = budget.exceeded(self._spent, perf_counter() - self._start, self._ahead)
-        with reduction(self._distributed) as together:
+        if self._shared is not None and largest(self._shared, int(reason is not None))[0]:
+            return reason or "it would exceed the budget of another process that shares the model"
+        with reduction(self._distributed, "Monitor") as together:
             return together.each(lambda: reason)[0]
 
     def _foreseen(self) -> float:
@@ -297,7 +302,7 @@ class Monitor:
     def _timed(self, count: int) -> float:
         """The seconds that a measurement on so many samples takes."""
         start = perf_counter()
-        with reduction(self._distributed) as together:
+        with reduction(self._distributed, "Monitor") as together:
             risk = Risk(self._model, self._data, **self._risk_options, reduction=together)
             part, _ = _probe(risk, count)
         self._report(part)

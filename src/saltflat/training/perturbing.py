@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from saltflat.errors import InvalidType, InvalidValue
 from saltflat.session import RandomState
-from saltflat.sharded import held, own_parameters
+from saltflat.sharded import held, own_parameters, refuse_flattened
 from saltflat.vectors import copies
 
 Closure = Callable[[], Any]
@@ -47,6 +47,7 @@ class SharingOptimizer(Optimizer, ABC):
 
     def __init__(self, base: Optimizer, defaults: dict[str, Any]) -> None:
         check_base(base, type(self).__name__)
+        refuse_flattened(p for group in base.param_groups for p in group["params"])
         super().__init__([dict(group) for group in base.param_groups], defaults)
         self._adopt(base)
         for group in self.param_groups:

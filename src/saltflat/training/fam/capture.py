@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
-from saltflat.sharded import is_sharded, refuse_sharded
+from saltflat.sharded import is_sharded, refuse_flattened, refuse_sharded
 from saltflat.training.fam.flatness import LayerModule, apply
 
 _NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
@@ -94,6 +94,7 @@ class Capture:
     """Keeps the last forward pass that ran with gradients, until it is taken."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, LayerModule]) -> None:
+        refuse_flattened(model.parameters())
         self._calls: dict[str, list[LayerCall]] | None = None  # not None while the model runs
         self._forward: Forward | None = None
         self._missing = _NOTHING
