@@ -52,6 +52,8 @@ from saltflat.vectors import total_norm
 from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
 
+_NO_MODE = nullcontext()
+
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
 
@@ -76,7 +78,7 @@ class Batch:
             object.__setattr__(self, "rows", tuple(found))
 
     def leaves(self) -> list[Any]:
-        return tree_leaves((self.inputs, self.targets))
+        return [*leaves_of(self.inputs), *leaves_of(self.targets)]
 
     def part(self, start: int, stop: int) -> Batch:
         """The samples from `start` to `stop`."""
@@ -100,9 +102,12 @@ class Batch:
         return [k * self.size // count + int(k * 0.618 % 1 * width) for k in range(count)]
 
     def _cut(self, which: slice | list[int], size: int) -> Batch:
-        leaves, structure = tree_flatten((self.inputs, self.targets))
-        cut = [leaf[which] if yes else leaf for leaf, yes in zip(leaves, self.rows, strict=True)]
-        inputs, targets = tree_unflatten(cut, structure)
+        rows = iter(self.rows)
+
+        def cut(leaf: Any) -> Any:
+            return leaf[which] if next(rows) else leaf
+
+        inputs, targets = mapped(cut, self.inputs), mapped(cut, self.targets)
         return Batch(inputs, targets, size, self.where, self.rows)
 
     def on(self, device: torch.device) -> Batch:
@@ -117,7 +122,7 @@ class Batch:
 
     def answered(self, outputs: Tensor) -> Batch:
         """The same samples with outputs in the place of inputs."""
-        behind = len(tree_leaves(self.inputs))
+        behind = len(leaves_of(self.inputs))
         return Batch(outputs, self.targets, self.size, self.where, (True, *self.rows[behind:]))
 
 
@@ -132,6 +137,16 @@ class Entries(list[Any]):
         return Entries(entries) if isinstance(which, slice) else entries
 
 
+def leaves_of(content: Any) -> list[Any]:
+    """The leaves of inputs or targets, in order; most often these are one tensor."""
+    return [content] if isinstance(content, Tensor) else tree_leaves(content)
+
+
+def mapped(function: Callable[[Any], Any], content: Any) -> Any:
+    """Inputs or targets with a function of each leaf in its place, applied in order."""
+    return function(content) if isinstance(content, Tensor) else tree_map(function, content)
+
+
 def has_rows(leaf: Any, size: int) -> bool:
     """Whether a leaf is as long as there are samples."""
     if isinstance(leaf, Tensor):
@@ -144,6 +159,8 @@ def with_entries(content: Any, size: int) -> Any:
 
     One that holds tensors of the batch's own length, however deep, is a structure.
     """
+    if isinstance(content, Tensor):
+        return content
 
     def is_list(node: Any) -> bool:
         return (
@@ -552,15 +569,15 @@ class Risk:
             self.watched.see(tally, (batch.inputs, batch.targets), batch.size)
             yield batch
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The model's outputs, one row a sample, checked.
+    def forward(self, batch: Batch, mode: AbstractContextManager[Any] = _NO_MODE) -> Tensor:
+        """The model's outputs, one row a sample, checked; the model runs in `mode`.
 
         What torch raises in the model becomes a `ForwardError`, which is a `RuntimeError` too; want
         of memory and errors of the user's own making pass as they are.
         """
         inputs = batch.inputs
         try:
-            with self._passing(batch):
+            with self._passing(batch), mode:
                 outputs = self.output(self._call(inputs))
         except Exception as error:
             if not ordinary(error):
@@ -626,19 +643,21 @@ class Risk:
     def _batch(self, item: Any, where: str) -> Batch:
         inputs, targets = self._split(item, where)
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
-        targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
+        inputs = mapped(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
+        targets = mapped(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
         inputs = with_decoder_inputs(self.model, inputs, targets)
         size = size_of(inputs, targets, where)
         if size == 0 and self.reduction.ranks == 1:
             raise DataError(f"There are no samples in {where}.")
         lists = with_entries(inputs, size), with_entries(targets, size)
-        leaves = len(tree_leaves(lists))
+        leaves = [leaf for part in lists for leaf in leaves_of(part)]
         if self._leaves is None:
-            self._leaves = leaves
-        if leaves == self._leaves:  # otherwise there are as many samples as shared numbers
+            self._leaves = len(leaves)
+        if len(leaves) == self._leaves:
             inputs, targets = lists
-        rows = self._rows(tree_leaves((inputs, targets)), size, where)
+        else:  # there are as many samples as shared numbers
+            leaves = [*leaves_of(inputs), *leaves_of(targets)]
+        rows = self._rows(leaves, size, where)
         return self._as_the_model_does(Batch(inputs, targets, size, where, rows))
 
     def _as_the_model_does(self, batch: Batch) -> Batch:
@@ -889,7 +908,7 @@ def _from_numpy(array: np.ndarray[Any, Any], what: str) -> Tensor:
 
 
 def size_of(inputs: Any, targets: Any, where: str) -> int:
-    leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim > 0]
+    leaves = [t for t in leaves_of(inputs) if isinstance(t, Tensor) and t.ndim > 0]
     if not leaves:
         raise DataError(f"The inputs of {where} hold no tensor with a sample dimension.")
     if isinstance(targets, Tensor) and targets.ndim > 0:

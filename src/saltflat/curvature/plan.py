@@ -26,7 +26,6 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.curvature.contractions import Term, combine
 from saltflat.curvature.derivative import check_derivative, check_unreached
@@ -37,7 +36,7 @@ from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
 from saltflat.losses import Loss, NegativeLogLikelihood
 from saltflat.memory import fails_again, halving, ordinary, out_of_memory
-from saltflat.risk import Batch, Risk, alike, join
+from saltflat.risk import Batch, Risk, alike, join, leaves_of, mapped
 from saltflat.session import full_precision, reduced_precision
 
 Certify = Literal["proof", "probe", "none"]
@@ -178,7 +177,7 @@ def channels_last(batch: Batch) -> Batch:
         image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()
         return leaf.contiguous(memory_format=torch.channels_last) if image else leaf
 
-    return replace(batch, inputs=tree_map(lay, batch.inputs))
+    return replace(batch, inputs=mapped(lay, batch.inputs))
 
 
 def patch_entries(use: Use) -> int:
@@ -248,15 +247,15 @@ def _final(error: Exception) -> bool:
 def leaf_shapes(batch: Batch) -> Hashable:
     return tuple(
         (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
-        for t in tree_leaves(batch.inputs)
+        for t in leaves_of(batch.inputs)
     )
 
 
 def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
-        with Recorder(risk.leaves) as recorder:
-            outputs = risk.forward(batch)
+        recorder = Recorder(risk.leaves)
+        outputs = risk.forward(batch, recorder)
         risk.check(outputs, batch)
         uses = recorder.uses
         is_coupled = _coupled_not_random(risk, batch, outputs)
@@ -354,30 +353,30 @@ def fast_rules(
     edges, wanted = [use.edge for use in uses], list(parameters.values())
     cotangent = _normal(outputs, generator)
     if all(proof.keeps_rows(edge.node) for edge in edges):
-        weights, spread = outputs.new_ones(size), torch.ones((), device=outputs.device)
+        weights = None
         both = _pulled(outputs, [*edges, *wanted], cotangent)
         deltas, truth = both[: len(edges)], both[len(edges) :]
     else:
         weights = _normal(outputs.new_empty(size), generator)
-        spread = weights.reshape(-1, *[1] * (outputs.ndim - 1))
         deltas = _pulled(outputs, edges, cotangent)
-        truth = _pulled(outputs, wanted, cotangent * spread)
+        cotangent = cotangent * weights.reshape(-1, *[1] * (outputs.ndim - 1))
+        truth = _pulled(outputs, wanted, cotangent)
     given = {n: g for n, g in zip(parameters, truth, strict=True) if g is not None}
     rules = {name: GENERIC if name in given else UNUSED for name in parameters}
     dims: dict[str, int] = {}
     sizes = dict(zip(given, _largest(list(given.values())), strict=True))
     open_ = {name for name, size in sizes.items() if size > 0}
     dormant = frozenset(sizes) - open_
-    for dim in (0, 1):
+    for dim in (0, 1) if open_ else ():
         offers = _offers(uses, deltas, Rows(size, dim), open_)
-        for name, rule in _agreeing(offers, weights, given, proof.narrow).items():
+        for name, rule in _agreeing(offers, weights, given, sizes, proof.narrow).items():
             rules[name], dims[name] = rule, dim
             open_.discard(name)
     # Also where what comes back is but rounding, as at the bias of an attention's keys.
     left = dormant | open_
     for name, rule in _rules_asleep(outputs, uses, parameters, proof, left, generator).items():
         rules[name], dims[name] = rule, 0
-    return FastRules(rules, dims, dormant, cotangent * spread, given)
+    return FastRules(rules, dims, dormant, cotangent, given)
 
 
 def _rules_asleep(
@@ -404,7 +403,8 @@ def _rules_asleep(
     both = _pulled(edges, [*edges, *[parameters[n] for n in names]], cotangents)
     truth = {n: g for n, g in zip(names, both[len(edges) :], strict=True) if g is not None}
     offers = _offers(uses, both[: len(edges)], rows, set(truth))
-    return _agreeing(offers, outputs.new_ones(rows.count), truth, proof.narrow)
+    sizes = dict(zip(truth, _largest(list(truth.values())), strict=True))
+    return _agreeing(offers, None, truth, sizes, proof.narrow)
 
 
 def _cotangent(use: Use, generator: torch.Generator) -> Tensor:
@@ -470,17 +470,26 @@ def _offers(
 
 
 def _agreeing(
-    offers: Offers, weights: Tensor, truth: Mapping[str, Tensor], narrow: torch.dtype
+    offers: Offers,
+    weights: Tensor | None,
+    truth: Mapping[str, Tensor],
+    sizes: Mapping[str, float],
+    narrow: torch.dtype,
 ) -> dict[str, str]:
-    """The rules that give what autograd gives, and not nothing, for samples with these weights."""
+    """The rules that give what autograd gives, and not nothing, for samples with these weights.
+
+    `sizes` are the largest entries of what autograd gives.
+    """
     with torch.no_grad():
         sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
-    fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
-    found = _largest([sums[n] - truth[n] for n in fitting] + [truth[n] for n in fitting])
+        fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
+        errors = _largest([sums[n] - truth[n] for n in fitting])
     room = 1e-9 if narrow == torch.float64 else 1e-3
-    errors, sizes = found[: len(fitting)], found[len(fitting) :]
-    agree = (size > 0 and e <= room * size for e, size in zip(errors, sizes, strict=True))
-    return {n: offers[n][0][0].rule for n, yes in zip(fitting, agree, strict=True) if yes}
+    return {
+        n: offers[n][0][0].rule
+        for n, error in zip(fitting, errors, strict=True)
+        if sizes[n] > 0 and error <= room * sizes[n]
+    }
 
 
 def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
@@ -501,8 +510,8 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
     It may refuse: one that makes views of contiguous images, or that needs many samples.
     """
     try:
-        with Safe():  # as what was expected was computed
-            return close(risk.forward(batch), expected)
+        # In the mode in which what was expected was computed.
+        return close(risk.forward(batch, Safe()), expected)
     except Exception as error:
         if out_of_memory(error) or not _refuses(risk, batch):
             raise
@@ -511,8 +520,8 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
 
 def _refuses(risk: Risk, batch: Batch) -> bool:
     """Whether the model, which failed on these samples, does so again."""
-    with Safe(), torch.no_grad():
-        return fails_again(lambda: risk.forward(batch))
+    with torch.no_grad():
+        return fails_again(lambda: risk.forward(batch, Safe()))
 
 
 @final
@@ -536,9 +545,9 @@ class Company:
             if self.risk.opens or leaf_shapes(self.risk.first()) != key:
                 return True
             # The first samples of the data are those of another rank.
-            with torch.no_grad(), Safe():
+            with torch.no_grad():
                 few = self.risk.first().part(0, 2)
-                self._known[key] = few, self.risk.forward(few)
+                self._known[key] = few, self.risk.forward(few, Safe())
         guest, guest_rows = self._known[key]
         if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
             return True  # nothing to put together
@@ -548,8 +557,9 @@ class Company:
                 same = _gives(self.risk, together, torch.cat([guest_rows, *rows]))
                 if same or not reduced_precision(self.risk.device):
                     return same
-                with full_precision(self.risk.device), Safe():
-                    parts = torch.cat([self.risk.forward(part) for part in (guest, *ends)])
+                with full_precision(self.risk.device):
+                    each = [self.risk.forward(part, Safe()) for part in (guest, *ends)]
+                    parts = torch.cat(each)
                     return _gives(self.risk, together, parts)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
@@ -606,9 +616,10 @@ def _bears_channels_last(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
 
     (cuDNN's are not: 4.8 gradients against 5.2 for a ResNet-18 on an H200.)
     """
-    leaves = tree_leaves(batch.inputs)
-    images = any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
-    return images and _gives(risk, channels_last(batch), outputs)
+    laid = channels_last(batch)
+    pairs = zip(leaves_of(laid.inputs), leaves_of(batch.inputs), strict=True)
+    changed = any(a is not b and a.is_cpu for a, b in pairs)
+    return changed and _gives(risk, laid, outputs)
 
 
 def _coupled_not_random(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
@@ -617,8 +628,7 @@ def _coupled_not_random(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
     compared = outputs.numel() if apart and batch.size > 1 else 0
     with torch.no_grad():
         while compared < _ENTRIES:  # few entries may agree by chance
-            with Safe():
-                again = risk.forward(batch)
+            again = risk.forward(batch, Safe())
             if not close(again, outputs):
                 raise ModelError(
                     "The model is random in evaluation mode: equal inputs give different "
@@ -686,5 +696,9 @@ def _norms(tensors: Iterable[Tensor], order: float = 2.0) -> Tensor:
 def _largest(tensors: Sequence[Tensor]) -> list[float]:
     """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
     some = [x for x in tensors if x.numel()]
-    sizes = iter(_norms(some, float("inf")).tolist() if some else [])
+    if all(x.is_cpu for x in some):  # where norms take ten times as long
+        ends = (x.detach().aminmax() for x in some)
+        sizes = iter([max(-float(least), float(most)) for least, most in ends])
+    else:
+        sizes = iter(_norms(some, float("inf")).tolist())
     return [next(sizes) if x.numel() else 0.0 for x in tensors]

@@ -223,8 +223,8 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
 
     def gather() -> None:
         for part in risk.chunks(chunk):
-            with Recorder(risk.leaves) as recorder:
-                risk.forward(part)
+            recorder = Recorder(risk.leaves)
+            risk.forward(part, recorder)
             for use in recorder.uses:
                 name = use.names.get("weight")
                 features = use.features() if name in matrices else None
@@ -464,8 +464,8 @@ class Pass(ABC):
         count, and whether alike. `begins` of the first samples of all."""
         if plan.channels_last:
             chunk = channels_last(chunk)
-        with Recorder(self.risk.leaves) as recorder:
-            outputs = self.risk.forward(chunk)
+        recorder = Recorder(self.risk.leaves)
+        outputs = self.risk.forward(chunk, recorder)
         self.risk.check(outputs, chunk)
         if begins and not self._as_probed(plan, chunk, outputs):
             return Refutation(replace(plan, coupled=True))
@@ -487,8 +487,8 @@ class Pass(ABC):
         """Whether the samples that were looked at have the outputs that they had alone."""
         if _as_probed(plan, outputs) or not reduced_precision(self.risk.device):
             return _as_probed(plan, outputs)
-        with full_precision(self.risk.device), torch.no_grad(), Safe():
-            return _as_probed(plan, self.risk.forward(chunk))
+        with full_precision(self.risk.device), torch.no_grad():
+            return _as_probed(plan, self.risk.forward(chunk, Safe()))
 
     def wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
@@ -730,7 +730,9 @@ def _as_probed(plan: Plan, outputs: Tensor) -> bool:
     """Whether the probed samples have the outputs that they had without the rest of their chunk."""
     here = [k for k in plan.places if k < len(outputs)]
     known = plan.sample_outputs[: len(here)]
-    return plan.sample_outputs.shape[1:] != outputs.shape[1:] or close(outputs[here], known)
+    if known.shape[1:] != outputs.shape[1:]:
+        return True
+    return close(outputs.detach()[here], known)
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
