@@ -220,7 +220,7 @@ class _Ticker:
 
 _SHARED = _Ticker(lingers=True)
 if hasattr(os, "register_at_fork"):  # a child has no thread, and might have a lock that it held
-    os.register_at_fork(after_in_child=lambda: _SHARED.__init__(lingers=True))  # type: ignore[misc]
+    os.register_at_fork(after_in_child=lambda: _SHARED.__init__(lingers=True))
 
 
 def spelled(seconds: float) -> str:
