@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice
+from math import isfinite
 from operator import length_hint
 from typing import Any, final
 
@@ -48,7 +49,7 @@ from saltflat.losses import (
 from saltflat.memory import halving, ordinary
 from saltflat.session import RandomState, lend, modules_in
 from saltflat.sharded import ADVICE, Gathering, is_sharded, settle
-from saltflat.vectors import total_norm
+from saltflat.vectors import bounds, total_norm
 from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
 
@@ -626,7 +627,7 @@ class Risk:
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Refuse outputs that are not finite and targets that do not fit them."""
-        if not torch.isfinite(outputs).all():
+        if outputs.numel() and not all(map(isfinite, bounds(outputs))):
             raise DataError(self._blame(batch))
         if isinstance(self.loss, Loss):
             self.loss.check(outputs, batch.targets, batch.where)
@@ -956,18 +957,28 @@ def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> No
     for name, p in everything.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"Parameter {name!r} is lazy: run the model once before measuring.")
-        problems = {
-            "a meta tensor without values": p.is_meta,
-            "quantised": name in measured and p.is_quantized,
-            "complex": name in measured and p.is_complex(),
-            f"of dtype {p.dtype}, which has no derivatives": name in measured
-            and not p.is_floating_point(),
-            "an inference tensor, which autograd cannot use; make the model outside of "
-            "torch.inference_mode()": name in measured and p.is_inference(),
-        }
-        if any(problems.values()):
-            problem = next(words for words, is_so in problems.items() if is_so)
+        if problem := _problem(p, name in measured):
             raise ModelError(f"Parameter {name!r} cannot be measured: it is {problem}.")
+
+
+def _problem(p: Tensor, measured: bool) -> str:
+    """What is wrong with a parameter, if something is."""
+    if p.is_meta:
+        return "a meta tensor without values"
+    if not measured:
+        return ""
+    if p.is_quantized:
+        return "quantised"
+    if p.is_complex():
+        return "complex"
+    if not p.is_floating_point():
+        return f"of dtype {p.dtype}, which has no derivatives"
+    if p.is_inference():
+        return (
+            "an inference tensor, which autograd cannot use; make the model outside of "
+            "torch.inference_mode()"
+        )
+    return ""
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -992,7 +1003,8 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
         if p.is_floating_point():
             alike.setdefault((p.dtype, p.device), []).append(p.detach())
     # Norms are one launch and one answer from a GPU; if one overflows, look again.
-    if all(torch.stack(torch._foreach_norm(each)).isfinite().all() for each in alike.values()):
+    norms = (torch.stack(torch._foreach_norm(each)).tolist() for each in alike.values())
+    if all(map(isfinite, chain.from_iterable(norms))):
         return
     for name, p in parameters.items():
         if p.is_floating_point() and not torch.isfinite(p).all():

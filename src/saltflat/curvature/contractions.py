@@ -518,7 +518,7 @@ class Outer(Term):
         return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
 
     def weighted(self, weights: Tensor | None) -> Tensor:
-        left = self.left[0]
+        left = self.left[0].to(self.right)
         if weights is not None:
             left = left * weights.to(self.right)[:, None, None, None]
         return self.layout.assemble(_side_by_side(left) @ _side_by_side(self.right).mT)
@@ -746,7 +746,7 @@ class RankOne(Term):
         return self.outer().gradient()
 
     def weighted(self, weights: Tensor | None) -> Tensor:
-        left = self.deltas.values[0]
+        left = self.deltas.values[0].to(self.inputs)
         if weights is not None:
             left = left * weights.to(self.inputs)[:, None]
         return self._assemble(left.mT @ self.inputs)
@@ -798,7 +798,7 @@ class RankOne(Term):
         return total, each
 
     def _assemble(self, matrix: Tensor) -> Tensor:
-        return self.layout.assemble(matrix.unsqueeze(0))
+        return matrix.mT if self.layout.transposed else matrix
 
     def _blocks(self, entries: int) -> Iterator[slice]:
         """Rows at a time: a quarter of the usual block, whose squares stay in a CPU's cache."""
