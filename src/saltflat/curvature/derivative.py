@@ -50,9 +50,15 @@ _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
 
 def check_derivative(
-    risk: Risk, batch: Batch, cotangent: Tensor, gradients: Mapping[str, Tensor]
+    risk: Risk,
+    batch: Batch,
+    cotangent: Tensor,
+    gradients: Mapping[str, Tensor],
+    largest: Mapping[str, float],
 ) -> None:
     """Refuse a model whose gradients of ⟨cotangent, outputs⟩ are not its slopes.
+
+    `largest` are the gradients' largest entries, NaN where one is.
 
     Asked first where the model stands, of some rows of every parameter, in its own precision and
     then in float64, which settles it for most. If that does not agree, of all entries and a little
@@ -61,8 +67,7 @@ def check_derivative(
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
         return
-    lengths = torch.stack(torch._foreach_norm(list(gradients.values()))).tolist()
-    if names := [n for n, length in zip(gradients, lengths, strict=True) if isnan(length)]:
+    if names := [name for name in gradients if isnan(largest[name])]:
         raise ModelError(
             f"The gradient of the outputs in {listed(names)} is NaN, though the outputs are "
             "finite: a root or a norm of 0, say, has no derivative. Keep it away from 0 (add a "
@@ -115,10 +120,7 @@ def _groups(
     """
     largest = 0.0
     while gradients:
-        direction = way(parameters, gradients)
-        products = torch._foreach_mul(list(gradients.values()), list(direction.values()))
-        sums = torch.stack([product.sum(dtype=torch.float64) for product in products])
-        slopes = dict(zip(direction, sums.tolist(), strict=True))
+        direction, slopes = way(parameters, gradients)
         total = sum(map(abs, slopes.values()))
         seen = {n for n, slope in slopes.items() if abs(slope) >= _HIDDEN * total}
         yield {n: direction[n] for n in seen}, sum(slopes[n] for n in seen), 1e-6 * largest
@@ -311,21 +313,27 @@ def _typical(parameter: Tensor) -> Tensor:
 
 def _direction(
     parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Along the gradients, each about as long as its parameter; none drowns the others."""
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Along the gradients, each about as long as its parameter; none drowns the others.
+
+    With the slopes along them.
+    """
     given, own = list(gradients.values()), [parameters[name].detach() for name in gradients]
     norms = torch.stack(torch._foreach_norm([*given, *own])).tolist()
     lengths, sizes = norms[: len(given)], norms[len(given) :]
     roots = [max(1, p.numel()) ** 0.5 for p in own]
     sizes = [size if size > 0 else root for size, root in zip(sizes, roots, strict=True)]
-    along = torch._foreach_mul(given, _scales(lengths, sizes))
+    scales = _scales(lengths, sizes)
+    along = torch._foreach_mul(given, scales)
     # Entries without a gradient move too, and more: they may have none because they are detached.
     # How does not matter: by what their neighbours are, and a little.
     beside = [p.roll(1) for p in own]
     torch._foreach_add_(beside, [size / root for size, root in zip(sizes, roots, strict=True)])
     torch._foreach_mul_(beside, 3.0)
     parts = zip(gradients, given, beside, along, strict=True)
-    return {name: torch.where(g == 0, other, v) for name, g, other, v in parts}
+    direction = {name: torch.where(g == 0, other, v) for name, g, other, v in parts}
+    slopes = (s * length**2 for s, length in zip(scales, lengths, strict=True))
+    return direction, dict(zip(gradients, slopes, strict=True))
 
 
 def _scales(lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
@@ -344,20 +352,25 @@ def _scales(lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
     return list(map(scale, lengths, sizes, shares))
 
 
-def _gentle(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gentle(
+    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The same, but no entry moves by many times its size.
 
     Rescaled networks have units whose weights are small and whose gradients are large: along these
     the smallest step would take ReLUs to their other side.
     """
-    direction = _direction(parameters, gradients)
+    direction, _ = _direction(parameters, gradients)
     for name, v in direction.items():
         most = 30 * (parameters[name].detach().abs() + _typical(parameters[name])).to(v)
         v.clamp_(-most, most)
-    return direction
+    products = [(gradients[n] * v).sum(dtype=torch.float64) for n, v in direction.items()]
+    return direction, dict(zip(direction, torch.stack(products).tolist(), strict=True))
 
 
-_Way = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
+_Way = Callable[
+    [Mapping[str, Tensor], Mapping[str, Tensor]], tuple[dict[str, Tensor], dict[str, float]]
+]
 
 
 def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -406,7 +419,7 @@ def _shard(direction: Tensor, like: Tensor) -> Tensor:
         whole = direction.new_zeros(like.shape)
         _some(whole).copy_(direction)
         direction = whole
-    return shard_like(direction, like)
+    return shard_like(direction, like) if is_sharded(like) else direction
 
 
 def _steady(risk: Risk, batch: Batch) -> bool:
@@ -561,7 +574,7 @@ def _written(risk: Risk, batch: Batch) -> set[str]:
 
 def _along(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Along the gradients; where there are none, somewhere."""
-    direction = _gentle(parameters, gradients)
+    direction, _ = _gentle(parameters, gradients)
     return {
         n: v if bool(v.any()) else _noise(parameters[n], k)
         for k, (n, v) in enumerate(direction.items())

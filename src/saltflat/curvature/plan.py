@@ -38,6 +38,7 @@ from saltflat.losses import Loss, NegativeLogLikelihood
 from saltflat.memory import fails_again, halving, ordinary, out_of_memory
 from saltflat.risk import Batch, Risk, alike, join, leaves_of, mapped
 from saltflat.session import full_precision, reduced_precision
+from saltflat.vectors import bounds
 
 Certify = Literal["proof", "probe", "none"]
 
@@ -81,6 +82,16 @@ UNUSED = "unused"
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A forward pass: the outputs, what was recorded on the way, and what the graph proves."""
+
+    outputs: Tensor
+    uses: Sequence[Use]
+    proof: Proof
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a look at the model showed; for batches whose forward pass makes the same calls."""
@@ -109,6 +120,7 @@ class Plan:
     delta_entries: int  # of these, what is held of every direction until it is contracted
     inputs: int  # input entries of the recorded operations, a sample
     patches: int  # entries of the largest patch matrix, a sample
+    passed: list[Passed]  # that of `seen`, until a sweep measures it; empty if it was not kept
 
     def allows(self, name: str) -> bool:
         """Whether the Gauss–Newton form may serve a parameter's block of the Hessian."""
@@ -157,7 +169,8 @@ class Refutation:
             return self
         nothing = torch.empty(0)
         bare = Batch(nothing, nothing, 0, self.plan.seen.where)
-        return replace(self, plan=replace(self.plan, seen=bare, sample_outputs=nothing))
+        plan = replace(self.plan, seen=bare, sample_outputs=nothing, passed=[])
+        return replace(self, plan=plan)
 
 
 def fits(use: Use, rows: Rows) -> bool:
@@ -191,18 +204,22 @@ def patch_entries(use: Use) -> int:
     return prod((*seen[:2], *window.kernel, *positions[2:]))
 
 
-def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -> Plan:
+def plan_for(
+    risk: Risk, batch: Batch, certify: Certify, *, own: bool = False, keep: bool = False
+) -> Plan:
     """The plan for batches like this one, found on some of its samples.
 
     It is kept for the call: what holds from batch to batch is looked at on every chunk. With `own`
-    it is made of this very batch, some samples of which then have known outputs.
+    it is made of this very batch, some samples of which then have known outputs. A batch of few
+    samples is looked at as a whole; with `keep` its pass is there to be measured.
     """
     plan: Plan | None = risk.plans.get(_key(batch, certify))
     if plan is not None and (not own or plan.was_made_of(batch)):
         return plan
-    size = min(_LOOK, batch.size)
+    whole = batch.size <= 2 * _LOOK
+    size = batch.size if whole else _LOOK
     try:
-        plan = _examine_some(risk, batch, size, certify)
+        plan = _examine_some(risk, batch, size, certify, keep=keep and whole)
     except Exception as error:
         if size == batch.size or _final(error):
             raise
@@ -228,13 +245,17 @@ def _key(batch: Batch, certify: Certify) -> Hashable:
     return batch.size > 1, leaf_shapes(batch), certify
 
 
-def _examine_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
+def _examine_some(
+    risk: Risk, batch: Batch, size: int, certify: Certify, *, keep: bool = False
+) -> Plan:
     """Look at the model on some samples from all over a batch, fewer where memory runs out."""
-    plan = halving(lambda most: examine(risk, batch.spread(most), certify), size)
+    plan = halving(lambda most: examine(risk, batch.spread(most), certify, keep=keep), size)
     return replace(plan, places=tuple(batch.places(plan.samples)))
 
 
-_LOOK = 8  # samples to look at: what only others pass through is not compared with differences
+# Samples to look at, up to twice as many if these are all: what only others pass through is not
+# compared with differences.
+_LOOK = 8
 _ENOUGH = 32  # samples to look through for one that moves every parameter
 
 
@@ -251,7 +272,7 @@ def leaf_shapes(batch: Batch) -> Hashable:
     )
 
 
-def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
+def examine(risk: Risk, batch: Batch, certify: Certify, *, keep: bool = False) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
         recorder = Recorder(risk.leaves)
@@ -260,20 +281,17 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
         uses = recorder.uses
         is_coupled = _coupled_not_random(risk, batch, outputs)
         proof = proof_of(risk, batch, outputs)
-        names = list(risk.parameters)
-        check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
-        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+        unreached = [name for name in risk.parameters if name not in proof.reached]
+        check_unreached(risk, batch, outputs, unreached)
+        rules, dims = dict.fromkeys(risk.parameters, UNUSED), dict[str, int]()
         dormant, probed = frozenset[str](), frozenset[str]()
         if outputs.requires_grad:
             fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
             rules, dims, dormant = fast.rules, fast.dims, fast.dormant
-            padded = {
-                use.names["weight"]
-                for use in uses
-                if isinstance(use, EmbeddingUse) and use.padding is not None
-            }
+            looked_up = [use for use in uses if isinstance(use, EmbeddingUse)]
+            padded = {use.names["weight"] for use in looked_up if use.padding is not None}
             given = {n: g for n, g in fast.gradients.items() if n not in padded}
-            check_derivative(risk, batch, fast.cotangent, given)
+            check_derivative(risk, batch, fast.cotangent, given, fast.largest)
             if certify == "probe":
                 probed = _seemingly_linear(risk, outputs, proof.curved)
         return Plan(
@@ -291,6 +309,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             narrow=proof.narrow,
             log_probabilities=proof.log_probabilities,
             channels_last=_bears_channels_last(risk, batch, outputs),
+            passed=[Passed(outputs, uses, proof)] if keep else [],
             **_sizes(batch, outputs, uses),
         )
 
@@ -338,6 +357,7 @@ class FastRules:
     dormant: frozenset[str]
     cotangent: Tensor
     gradients: dict[str, Tensor]
+    largest: dict[str, float]  # entries of these
 
 
 def fast_rules(
@@ -367,16 +387,20 @@ def fast_rules(
     sizes = dict(zip(given, _largest(list(given.values())), strict=True))
     open_ = {name for name, size in sizes.items() if size > 0}
     dormant = frozenset(sizes) - open_
-    for dim in (0, 1) if open_ else ():
-        offers = _offers(uses, deltas, Rows(size, dim), open_)
-        for name, rule in _agreeing(offers, weights, given, sizes, proof.narrow).items():
+    for dim in (0, 1):
+        if not open_:
+            break
+        with torch.no_grad():
+            offers = _offers(uses, deltas, Rows(size, dim), open_)
+            agreeing = _agreeing(offers, weights, given, sizes, proof.narrow)
+        for name, rule in agreeing.items():
             rules[name], dims[name] = rule, dim
             open_.discard(name)
     # Also where what comes back is but rounding, as at the bias of an attention's keys.
     left = dormant | open_
     for name, rule in _rules_asleep(outputs, uses, parameters, proof, left, generator).items():
         rules[name], dims[name] = rule, 0
-    return FastRules(rules, dims, dormant, cotangent, given)
+    return FastRules(rules, dims, dormant, cotangent, given, sizes)
 
 
 def _rules_asleep(
@@ -402,9 +426,10 @@ def _rules_asleep(
     edges, cotangents = [use.edge for use in uses], [_cotangent(use, generator) for use in uses]
     both = _pulled(edges, [*edges, *[parameters[n] for n in names]], cotangents)
     truth = {n: g for n, g in zip(names, both[len(edges) :], strict=True) if g is not None}
-    offers = _offers(uses, both[: len(edges)], rows, set(truth))
-    sizes = dict(zip(truth, _largest(list(truth.values())), strict=True))
-    return _agreeing(offers, None, truth, sizes, proof.narrow)
+    with torch.no_grad():
+        offers = _offers(uses, both[: len(edges)], rows, set(truth))
+        sizes = dict(zip(truth, _largest(list(truth.values())), strict=True))
+        return _agreeing(offers, None, truth, sizes, proof.narrow)
 
 
 def _cotangent(use: Use, generator: torch.Generator) -> Tensor:
@@ -462,9 +487,7 @@ def _offers(
         if not fits(use, rows):
             refused |= set(use.names.values())
             continue
-        with torch.no_grad():
-            terms = list(use.terms([use.keep(delta.detach(), rows)], rows))
-        for name, term in terms:
+        for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
             offers.setdefault(name, []).append((use, term))
     return {n: terms for n, terms in offers.items() if n in wanted and n not in refused}
 
@@ -480,10 +503,9 @@ def _agreeing(
 
     `sizes` are the largest entries of what autograd gives.
     """
-    with torch.no_grad():
-        sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
-        fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
-        errors = _largest([sums[n] - truth[n] for n in fitting])
+    sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
+    fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
+    errors = _largest([sums[n] - truth[n] for n in fitting])
     room = 1e-9 if narrow == torch.float64 else 1e-3
     return {
         n: offers[n][0][0].rule
@@ -537,17 +559,17 @@ class Company:
         self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
 
     def is_indifferent(self, chunk: Batch, outputs: Tensor) -> bool:
-        key = leaf_shapes(chunk)
-        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
-        rows = [outputs[:2].detach()] + [outputs[-2:].detach()] * (chunk.size > 3)
+        key, outputs = leaf_shapes(chunk), outputs.detach()
         if key not in self._known:
-            self._known[key] = ends[0], rows[0].clone()
+            self._known[key] = chunk.part(0, 2), outputs[:2].clone()
             if self.risk.opens or leaf_shapes(self.risk.first()) != key:
                 return True
             # The first samples of the data are those of another rank.
             with torch.no_grad():
                 few = self.risk.first().part(0, 2)
                 self._known[key] = few, self.risk.forward(few, Safe())
+        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
+        rows = [outputs[:2]] + [outputs[-2:]] * (chunk.size > 3)
         guest, guest_rows = self._known[key]
         if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
             return True  # nothing to put together
@@ -697,8 +719,7 @@ def _largest(tensors: Sequence[Tensor]) -> list[float]:
     """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
     some = [x for x in tensors if x.numel()]
     if all(x.is_cpu for x in some):  # where norms take ten times as long
-        ends = (x.detach().aminmax() for x in some)
-        sizes = iter([max(-float(least), float(most)) for least, most in ends])
+        sizes = iter([max(-least, most) for least, most in map(bounds, some)])
     else:
         sizes = iter(_norms(some, float("inf")).tolist())
     return [next(sizes) if x.numel() else 0.0 for x in tensors]
