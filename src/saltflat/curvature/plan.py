@@ -487,7 +487,8 @@ def _offers(
         if not fits(use, rows):
             refused |= set(use.names.values())
             continue
-        for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
+        kept = use.keep_all(delta.detach().unsqueeze(0), rows)
+        for name, term in use.terms(kept, rows):
             offers.setdefault(name, []).append((use, term))
     return {n: terms for n, terms in offers.items() if n in wanted and n not in refused}
 
