@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -30,14 +31,14 @@ def _makers(problem: Problem) -> dict[str, Callable[[], Run]]:
     peer = CONTENDERS[_PEER].build(problem, n)
     makers: dict[str, Callable[[], Run]] = {_PEER: lambda: peer}
     for kind in ("trace", "diagonal"):
-        build = CONTENDERS[kind].build
-
-        def cold(build: Callable[[Problem, int], Run] = build) -> Run:
-            return build(replace(problem, model=copy.deepcopy(problem.model)), n)
-
-        makers[f"{kind}, warm"] = lambda build=build: build(problem, n)
-        makers[f"{kind}, cold"] = cold
+        makers[f"{kind}, warm"] = partial(CONTENDERS[kind].build, problem, n)
+        makers[f"{kind}, cold"] = partial(_cold, kind, problem)
     return makers
+
+
+def _cold(kind: str, problem: Problem) -> Run:
+    fresh = replace(problem, model=copy.deepcopy(problem.model))
+    return CONTENDERS[kind].build(fresh, len(problem.x))
 
 
 def _by_turns(makers: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[float]]:
