@@ -433,6 +433,18 @@ def test_the_line_ends_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.endswith("\n")
 
 
+def test_a_tick_does_not_move_what_has_just_begun(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LONG", 0.0)
+    line = work.Line(sys.stderr, eager=False)
+    line.tick()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(work, "_EVERY", 0.0)
+    line.tick()
+    assert capfd.readouterr().err.startswith("saltflat: ")
+
+
 def test_short_calls_in_a_row_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 

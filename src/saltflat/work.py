@@ -129,6 +129,11 @@ class Line:
             self._write(f"{words}\n")
         self._patience = 0.0
 
+    def tick(self) -> None:
+        """Move, unless work has only just begun: ticks come when they come."""
+        if perf_counter() - self._start >= _EVERY:
+            self.tell()
+
     def tell(self) -> None:
         """Move, if work has lasted for long enough."""
         elapsed = perf_counter() - self._start
@@ -212,7 +217,7 @@ class _Ticker:
         while not self._over.wait(_EVERY):
             with self._lock:
                 for line in self._lines:
-                    line.tell()
+                    line.tick()
                 if not self._lines:
                     self._thread = None
                     return
