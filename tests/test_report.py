@@ -437,6 +437,43 @@ def test_the_line_ends_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.endswith("\n")
 
 
+def test_a_tick_does_not_move_what_has_just_begun(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LONG", 0.0)
+    line = work.Line(sys.stderr, eager=False)
+    line.tick()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(work, "_EVERY", 0.0)
+    line.tick()
+    assert capfd.readouterr().err.startswith("saltflat: ")
+
+
+def test_short_calls_in_a_row_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    class Counted(threading.Thread):
+        def start(self) -> None:
+            started.append(self.name)
+            super().start()
+
+    monkeypatch.setattr(work, "Thread", Counted)
+    for _ in range(5):
+        sf.trace(nn.Linear(2, 2), SLOW)
+    assert len(started) < 5
+    ticker = work._Ticker(lingers=True)
+    monkeypatch.setattr(work, "_EVERY", 0.01)
+    with work.Line(sys.stderr, eager=False) as line:
+        ticker.add(line)
+        ticker.remove(line)
+        ticker.add(line)
+        thread = ticker._thread
+        ticker.remove(line)
+    assert thread is not None
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("wrong", ["yes", 1, [True]])
 def test_progress_of_another_type(wrong: Any) -> None:
     with pytest.raises(sf.InvalidType, match="progress must be True, False, None or a callable"):

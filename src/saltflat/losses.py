@@ -28,6 +28,7 @@ from saltflat.errors import (
     nearest,
 )
 from saltflat.memory import ordinary
+from saltflat.vectors import bounds
 
 LossLike = str | Callable[..., Tensor]
 
@@ -57,6 +58,11 @@ class Loss(ABC):
     def evenly(self, outputs: Tensor, targets: Any) -> bool:
         """Whether each of these samples adds as much to the normaliser as any other."""
         return False
+
+    def census(self, outputs: Tensor, targets: Any) -> tuple[float, int, bool]:
+        """All three: `normaliser`, `counted` and `evenly`."""
+        each = (outputs, targets)
+        return self.normaliser(*each), self.counted(*each), self.evenly(*each)
 
     def right(self, outputs: Tensor, targets: Any) -> tuple[int, int] | None:
         """How many classes the largest outputs name rightly, and of how many; None if it has none.
@@ -174,7 +180,10 @@ class CrossEntropy(Loss):
         logits, targets = self.class_last(outputs, targets)
         if targets.is_floating_point():
             return self._soft(logits, targets).sum(-1)
-        kept, _, share = self._hard(targets)
+        kept = targets != self.ignore_index
+        share = kept.double() if self.weight is None else self._hard(targets)[2]
+        if self.label_smoothing == 0.0:
+            return share
         own, spread, _ = self._smoothing(logits)
         whole = logits.shape[-1] if self.weight is None else float(self.weight.double().sum())
         return own * share + spread * whole * kept.double()
@@ -202,6 +211,13 @@ class CrossEntropy(Loss):
         if targets.is_floating_point():
             return True
         return self.weight is None and not bool((targets == self.ignore_index).any())
+
+    def census(self, outputs: Tensor, targets: Tensor) -> tuple[float, int, bool]:
+        if self.weight is None and not targets.is_floating_point():
+            least, most = bounds(targets)
+            if not least <= self.ignore_index <= most:  # none is ignored
+                return float(targets.numel()), len(targets), True
+        return super().census(outputs, targets)
 
     def right(self, outputs: Tensor, targets: Tensor) -> tuple[int, int] | None:
         if targets.is_floating_point():
@@ -264,6 +280,9 @@ class CrossEntropy(Loss):
                 f"The loss has {self.weight.numel()} class weights and the model has "
                 f"{classes} outputs ({where})."
             )
+        least, most = bounds(targets) if targets.numel() else (0, 0)
+        if least >= 0 and most < classes:
+            return
         wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
         if wrong.any():
             raise DataError(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice
+from math import isfinite
 from operator import length_hint
 from typing import Any, final
 from zlib import crc32
@@ -52,9 +53,11 @@ from saltflat.prints import in_words
 from saltflat.session import RandomState, lend, modules_in
 from saltflat.sharded import ADVICE, Gathering, is_sharded, refuse_flattened, settle
 from saltflat.shards import check_padding, check_reading, one_shard, shard_of
-from saltflat.vectors import total_norm
+from saltflat.vectors import bounds, total_norm
 from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
+
+_NO_MODE = nullcontext()
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -80,7 +83,7 @@ class Batch:
             object.__setattr__(self, "rows", tuple(found))
 
     def leaves(self) -> list[Any]:
-        return tree_leaves((self.inputs, self.targets))
+        return [*leaves_of(self.inputs), *leaves_of(self.targets)]
 
     def part(self, start: int, stop: int) -> Batch:
         """The samples from `start` to `stop`."""
@@ -104,9 +107,12 @@ class Batch:
         return [k * self.size // count + int(k * 0.618 % 1 * width) for k in range(count)]
 
     def _cut(self, which: slice | list[int], size: int) -> Batch:
-        leaves, structure = tree_flatten((self.inputs, self.targets))
-        cut = [leaf[which] if yes else leaf for leaf, yes in zip(leaves, self.rows, strict=True)]
-        inputs, targets = tree_unflatten(cut, structure)
+        rows = iter(self.rows)
+
+        def cut(leaf: Any) -> Any:
+            return leaf[which] if next(rows) else leaf
+
+        inputs, targets = mapped(cut, self.inputs), mapped(cut, self.targets)
         return Batch(inputs, targets, size, self.where, self.rows)
 
     def on(self, device: torch.device) -> Batch:
@@ -121,7 +127,7 @@ class Batch:
 
     def answered(self, outputs: Tensor) -> Batch:
         """The same samples with outputs in the place of inputs."""
-        behind = len(tree_leaves(self.inputs))
+        behind = len(leaves_of(self.inputs))
         return Batch(outputs, self.targets, self.size, self.where, (True, *self.rows[behind:]))
 
 
@@ -136,6 +142,16 @@ class Entries(list[Any]):
         return Entries(entries) if isinstance(which, slice) else entries
 
 
+def leaves_of(content: Any) -> list[Any]:
+    """The leaves of inputs or targets, in order; most often these are one tensor."""
+    return [content] if isinstance(content, Tensor) else tree_leaves(content)
+
+
+def mapped(function: Callable[[Any], Any], content: Any) -> Any:
+    """Inputs or targets with a function of each leaf in its place, applied in order."""
+    return function(content) if isinstance(content, Tensor) else tree_map(function, content)
+
+
 def has_rows(leaf: Any, size: int) -> bool:
     """Whether a leaf is as long as there are samples."""
     if isinstance(leaf, Tensor):
@@ -148,6 +164,8 @@ def with_entries(content: Any, size: int) -> Any:
 
     One that holds tensors of the batch's own length, however deep, is a structure.
     """
+    if isinstance(content, Tensor):
+        return content
 
     def is_list(node: Any) -> bool:
         return (
@@ -578,15 +596,15 @@ class Risk:
                 self.gathering.leave()
             raise
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The model's outputs, one row a sample, checked.
+    def forward(self, batch: Batch, mode: AbstractContextManager[Any] = _NO_MODE) -> Tensor:
+        """The model's outputs, one row a sample, checked; the model runs in `mode`.
 
         What torch raises in the model becomes a `ForwardError`, which is a `RuntimeError` too; want
         of memory and errors of the user's own making pass as they are.
         """
         inputs = batch.inputs
         try:
-            with self._passing(batch):
+            with self._passing(batch), mode:
                 outputs = self.output(self._call(inputs))
         except Exception as error:
             if not ordinary(error):
@@ -635,7 +653,7 @@ class Risk:
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Refuse outputs that are not finite and targets that do not fit them."""
-        if not torch.isfinite(outputs).all():
+        if outputs.numel() and not all(map(isfinite, bounds(outputs))):
             raise DataError(self._blame(batch))
         if isinstance(self.loss, Loss):
             self.loss.check(outputs, batch.targets, batch.where)
@@ -652,19 +670,21 @@ class Risk:
     def _batch(self, item: Any, where: str) -> Batch:
         inputs, targets = self._split(item, where)
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        inputs = tree_map(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
-        targets = tree_map(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
+        inputs = mapped(lambda leaf: self._place(leaf, f"inputs of {where}"), inputs)
+        targets = mapped(lambda leaf: self._place(leaf, f"targets of {where}"), targets)
         inputs = with_decoder_inputs(self.model, inputs, targets)
         size = size_of(inputs, targets, where)
         if size == 0 and self.reduction.ranks == 1:
             raise DataError(f"There are no samples in {where}.")
         lists = with_entries(inputs, size), with_entries(targets, size)
-        leaves = len(tree_leaves(lists))
+        leaves = [leaf for part in lists for leaf in leaves_of(part)]
         if self._leaves is None:
-            self._leaves = leaves
-        if leaves == self._leaves:  # otherwise there are as many samples as shared numbers
+            self._leaves = len(leaves)
+        if len(leaves) == self._leaves:
             inputs, targets = lists
-        rows = self._rows(tree_leaves((inputs, targets)), size, where)
+        else:  # there are as many samples as shared numbers
+            leaves = [*leaves_of(inputs), *leaves_of(targets)]
+        rows = self._rows(leaves, size, where)
         return self._as_the_model_does(Batch(inputs, targets, size, where, rows))
 
     def _as_the_model_does(self, batch: Batch) -> Batch:
@@ -915,7 +935,7 @@ def _from_numpy(array: np.ndarray[Any, Any], what: str) -> Tensor:
 
 
 def size_of(inputs: Any, targets: Any, where: str) -> int:
-    leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim > 0]
+    leaves = [t for t in leaves_of(inputs) if isinstance(t, Tensor) and t.ndim > 0]
     if not leaves:
         raise DataError(f"The inputs of {where} hold no tensor with a sample dimension.")
     if isinstance(targets, Tensor) and targets.ndim > 0:
@@ -964,18 +984,28 @@ def check_parameters(everything: Mapping[str, Tensor], measured: set[str]) -> No
     for name, p in everything.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"Parameter {name!r} is lazy: run the model once before measuring.")
-        problems = {
-            "a meta tensor without values": p.is_meta,
-            "quantised": name in measured and p.is_quantized,
-            "complex": name in measured and p.is_complex(),
-            f"of dtype {p.dtype}, which has no derivatives": name in measured
-            and not p.is_floating_point(),
-            "an inference tensor, which autograd cannot use; make the model outside of "
-            "torch.inference_mode()": name in measured and p.is_inference(),
-        }
-        if any(problems.values()):
-            problem = next(words for words, is_so in problems.items() if is_so)
+        if problem := _problem(p, name in measured):
             raise ModelError(f"Parameter {name!r} cannot be measured: it is {problem}.")
+
+
+def _problem(p: Tensor, measured: bool) -> str:
+    """What is wrong with a parameter, if something is."""
+    if p.is_meta:
+        return "a meta tensor without values"
+    if not measured:
+        return ""
+    if p.is_quantized:
+        return "quantised"
+    if p.is_complex():
+        return "complex"
+    if not p.is_floating_point():
+        return f"of dtype {p.dtype}, which has no derivatives"
+    if p.is_inference():
+        return (
+            "an inference tensor, which autograd cannot use; make the model outside of "
+            "torch.inference_mode()"
+        )
+    return ""
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -1000,7 +1030,8 @@ def check_finite(parameters: Mapping[str, Tensor]) -> None:
         if p.is_floating_point():
             alike.setdefault((p.dtype, p.device), []).append(p.detach())
     # Norms are one launch and one answer from a GPU; if one overflows, look again.
-    if all(torch.stack(torch._foreach_norm(each)).isfinite().all() for each in alike.values()):
+    norms = (torch.stack(torch._foreach_norm(each)).tolist() for each in alike.values())
+    if all(map(isfinite, chain.from_iterable(norms))):
         return
     for name, p in parameters.items():
         if p.is_floating_point() and not torch.isfinite(p).all():

@@ -84,6 +84,8 @@ class _Attributes:
 
     def _restore_attributes(self) -> dict[str, Redo]:
         now, before = vars(self.module), self.before
+        if list(now) == list(before) and all(map(is_, now.values(), before.values())):
+            return {}
         left = {k: v for k, v in now.items() if k not in before or before[k] is not v}
         gone = before.keys() - now.keys()
         for key in left.keys() - before.keys():
@@ -222,7 +224,10 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 def _wraps(tensor: Tensor) -> bool:
     """Whether it is of a class whose tensors consist of others (DTensor, quantised weights)."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+    return type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor))
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

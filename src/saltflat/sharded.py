@@ -53,10 +53,15 @@ def refuse_flattened(parameters: Iterable[Tensor]) -> None:
         )
 
 
-@torch.no_grad()
 def held(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The part of every tensor that this process holds: itself, or the shard of a DTensor."""
-    return [t.to_local() if is_sharded(t) else t for t in tensors]
+    return [_local(t) if is_sharded(t) else t for t in tensors]
+
+
+@torch.no_grad()
+def _local(tensor: Any) -> Tensor:
+    shard: Tensor = tensor.to_local()
+    return shard
 
 
 def layouts(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:

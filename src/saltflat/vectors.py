@@ -35,6 +35,15 @@ def scale(tensors: Vector, factor: Tensor) -> None:
         torch._foreach_mul_(here, factor.to(device))
 
 
+def bounds(tensor: Tensor) -> tuple[float, float]:
+    """The least and the largest entry, both NaN if one is; in one answer from a GPU."""
+    least, most = tensor.detach().aminmax()
+    if least.is_cpu:
+        return least.item(), most.item()
+    ends: list[float] = torch.stack([least, most]).tolist()
+    return ends[0], ends[1]
+
+
 def total_norm(tensors: Vector) -> Tensor:
     """The Euclidean norm of all entries together, in float32 or wider, on the first device.
 

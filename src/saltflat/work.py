@@ -109,18 +109,17 @@ class Line:
         self._stream = stream
         self._rewritten = kernel or stream.isatty()
         self._patience = 0.0 if eager else _SOON if self._rewritten else LONG
-        self._start, self._over = perf_counter(), Event()
+        self._start = perf_counter()
         self._column, self._step = 0, ""
         self._writing = Lock()
-        self._thread = Thread(target=self._run, name="saltflat-progress", daemon=True)
+        self._ticker = _Ticker() if eager else _SHARED
 
     def __enter__(self) -> Line:
-        self._thread.start()
+        self._ticker.add(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._over.set()
-        self._thread.join()
+        self._ticker.remove(self)
         self._end()
 
     def begin(self, words: str) -> None:
@@ -130,16 +129,17 @@ class Line:
             self._write(f"{words}\n")
         self._patience = 0.0
 
+    def tick(self) -> None:
+        """Move, unless work has only just begun: ticks come when they come."""
+        if perf_counter() - self._start >= _EVERY:
+            self.tell()
+
     def tell(self) -> None:
         """Move, if work has lasted for long enough."""
         elapsed = perf_counter() - self._start
         if elapsed >= self._patience:
             with self._writing:
                 self._move(elapsed)
-
-    def _run(self) -> None:
-        while not self._over.wait(_EVERY):
-            self.tell()
 
     def _move(self, elapsed: float) -> None:
         work = self.work
@@ -182,6 +182,50 @@ class Line:
         if not self._stream.closed:
             self._stream.write(text)
             self._stream.flush()
+
+
+@final
+class _Ticker:
+    """Moves lines every second, in a thread of its own.
+
+    It ends with the last of the lines, or at the next tick if it `lingers`: to start and end a
+    thread for each of many calls in a row would take longer than the shortest of them.
+    """
+
+    def __init__(self, *, lingers: bool = False) -> None:
+        self._lingers = lingers
+        self._lines: list[Line] = []
+        self._lock, self._over = Lock(), Event()
+        self._thread: Thread | None = None
+
+    def add(self, line: Line) -> None:
+        with self._lock:
+            self._lines.append(line)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=self._run, name="saltflat-progress", daemon=True)
+                self._thread.start()
+
+    def remove(self, line: Line) -> None:
+        """Move it no more; a move that is under way is waited for."""
+        with self._lock:
+            self._lines.remove(line)
+        if not self._lingers and self._thread is not None:
+            self._over.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(_EVERY):
+            with self._lock:
+                for line in self._lines:
+                    line.tick()
+                if not self._lines:
+                    self._thread = None
+                    return
+
+
+_SHARED = _Ticker(lingers=True)
+if hasattr(os, "register_at_fork"):  # a child has no thread, and might have a lock that it held
+    os.register_at_fork(after_in_child=lambda: _SHARED.__init__(lingers=True))
 
 
 def spelled(seconds: float) -> str:

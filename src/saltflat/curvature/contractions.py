@@ -432,9 +432,11 @@ class Term(ABC):
     def gradient(self) -> Tensor:
         """The gradients themselves, (D, n, *shape)."""
 
-    def weighted(self, weights: Tensor) -> Tensor:
-        """Σ_i weights[i] · G of the first direction, of the parameter's shape."""
+    def weighted(self, weights: Tensor | None) -> Tensor:
+        """Σ_i weights[i] · G of the first direction, of the parameter's shape; None for ones."""
         gradient = self.gradient()[0]
+        if weights is None:
+            return gradient.sum(0)
         summed = weights.to(gradient) @ gradient.reshape(len(gradient), -1)
         return summed.reshape(gradient.shape[1:])
 
@@ -515,8 +517,10 @@ class Outer(Term):
         inner = self.right.mT
         return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
 
-    def weighted(self, weights: Tensor) -> Tensor:
-        left = self.left[0] * weights.to(self.right)[:, None, None, None]
+    def weighted(self, weights: Tensor | None) -> Tensor:
+        left = self.left[0].to(self.right)
+        if weights is not None:
+            left = left * weights.to(self.right)[:, None, None, None]
         return self.layout.assemble(_side_by_side(left) @ _side_by_side(self.right).mT)
 
     def traces(self, sign: Tensor | None) -> Tensor:
@@ -593,9 +597,10 @@ class Lookup(Term):
             written.append(rows.scatter_add_(1, at.expand_as(delta), delta * mask))
         return torch.stack(written)
 
-    def weighted(self, weights: Tensor) -> Tensor:
+    def weighted(self, weights: Tensor | None) -> Tensor:
         mask = (self.index >= 0).unsqueeze(-1)
-        rows = (self.deltas[0] * mask * weights[:, None, None]).flatten(0, 1)
+        each = mask if weights is None else mask * weights[:, None, None]
+        rows = (self.deltas[0] * each).flatten(0, 1)
         result = rows.new_zeros(self.rows, rows.shape[-1])
         return result.index_add_(0, self.index.clamp(min=0).flatten(), rows)
 
@@ -740,8 +745,10 @@ class RankOne(Term):
     def gradient(self) -> Tensor:
         return self.outer().gradient()
 
-    def weighted(self, weights: Tensor) -> Tensor:
-        left = self.deltas.values[0] * weights.to(self.inputs)[:, None]
+    def weighted(self, weights: Tensor | None) -> Tensor:
+        left = self.deltas.values[0].to(self.inputs)
+        if weights is not None:
+            left = left * weights.to(self.inputs)[:, None]
         return self._assemble(left.mT @ self.inputs)
 
     def squares(self, count: int) -> Tensor:
@@ -791,7 +798,7 @@ class RankOne(Term):
         return total, each
 
     def _assemble(self, matrix: Tensor) -> Tensor:
-        return self.layout.assemble(matrix.unsqueeze(0))
+        return matrix.mT if self.layout.transposed else matrix
 
     def _blocks(self, entries: int) -> Iterator[slice]:
         """Rows at a time: a quarter of the usual block, whose squares stay in a CPU's cache."""

@@ -202,14 +202,18 @@ class Curvature:
         self._first: Findings | None = None  # of the first sweep
         self._eigenpairs: dict[tuple[tuple[str, ...], int, float], tuple[Eigenpair, ...]] = {}
 
-    def look(self, first: Batch | None = None) -> Plan:
-        """Probe the model on the first batch, and the loss where it is a user's own."""
+    def look(self, first: Batch | None = None, *, keep: bool = False) -> Plan:
+        """Probe the model on the first batch, and the loss where it is a user's own.
+
+        With `keep`, the plan holds the pass of a batch of few samples, for a sweep to measure.
+        """
         risk, certify = self.risk, self.settings.certify
         first = first or risk.first()
         # One sample alone does not show whether samples depend on each other.
         several = first if first.size > 1 else _gather(risk, first, 4)
         start = perf_counter()
-        plan = plan_for(risk, several, certify, own=True)
+        keep = keep and self.loss is risk.loss and not reduced_precision(risk.device)
+        plan = plan_for(risk, several, certify, own=True, keep=keep)
         self._looked = perf_counter() - start
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
@@ -256,12 +260,13 @@ class Curvature:
         `only` tells the parameters that a kind is wanted of, where these are not all.
         """
         first, stream = self.risk.begun()
-        plan = self.look(first)
+        plan = self.look(first, keep=True)
         chosen = only(self.layers(plan)) if only else {}
         while isinstance(
             findings := _Search(self, kinds, groups, plan, chosen).run(stream, first), Refutation
         ):
             plan, stream = self._weaken(plan, findings), self.risk.batches()
+        plan.passed.clear()
         self.warnings += [w for w in findings.warnings if w not in self.warnings]
         self._first = self._first or findings
         return findings

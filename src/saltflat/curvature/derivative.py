@@ -11,7 +11,8 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, isnan
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -49,9 +50,15 @@ _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
 
 def check_derivative(
-    risk: Risk, batch: Batch, cotangent: Tensor, gradients: Mapping[str, Tensor]
+    risk: Risk,
+    batch: Batch,
+    cotangent: Tensor,
+    gradients: Mapping[str, Tensor],
+    largest: Mapping[str, float],
 ) -> None:
     """Refuse a model whose gradients of ⟨cotangent, outputs⟩ are not its slopes.
+
+    `largest` are the gradients' largest entries, NaN where one is.
 
     Asked first where the model stands, of some rows of every parameter, in its own precision and
     then in float64, which settles it for most. If that does not agree, of all entries and a little
@@ -60,7 +67,7 @@ def check_derivative(
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
         return
-    if names := [name for name, g in gradients.items() if bool(g.isnan().any())]:
+    if names := [name for name in gradients if isnan(largest[name])]:
         raise ModelError(
             f"The gradient of the outputs in {listed(names)} is NaN, though the outputs are "
             "finite: a root or a norm of 0, say, has no derivative. Keep it away from 0 (add a "
@@ -113,9 +120,7 @@ def _groups(
     """
     largest = 0.0
     while gradients:
-        direction = way(parameters, gradients)
-        products = [(gradients[n] * v).sum(dtype=torch.float64) for n, v in direction.items()]
-        slopes = dict(zip(direction, torch.stack(products).tolist(), strict=True))
+        direction, slopes = way(parameters, gradients)
         total = sum(map(abs, slopes.values()))
         seen = {n for n, slope in slopes.items() if abs(slope) >= _HIDDEN * total}
         yield {n: direction[n] for n in seen}, sum(slopes[n] for n in seen), 1e-6 * largest
@@ -308,44 +313,64 @@ def _typical(parameter: Tensor) -> Tensor:
 
 def _direction(
     parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Along the gradients, each about as long as its parameter; none drowns the others."""
-    names = list(gradients)
-    given = [gradients[name] for name in names]
-    lengths = torch.stack(torch._foreach_norm(given)).double()
-    own = torch.stack(torch._foreach_norm([parameters[n].detach() for n in names])).double()
-    bare = lengths.new_tensor([parameters[n].numel() ** 0.5 for n in names])
-    own = torch.where(own > 0, own, bare)
-    share = own * lengths  # what each adds to the slope
-    felt = share[share > 0]  # the others would make nothing of these
-    middle = (felt if felt.numel() else share).median()
-    raised = (middle / share).clamp(1, 30)  # not far: slopes are those of small steps
-    scale = own / lengths * torch.where(share > 10 * middle, 10 * middle / share, raised)
-    scale = torch.where((lengths > 0) & scale.isfinite(), scale, 0.0)
-    along = torch._foreach_mul(given, scale.tolist())
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Along the gradients, each about as long as its parameter; none drowns the others.
+
+    With the slopes along them.
+    """
+    given, own = list(gradients.values()), [parameters[name].detach() for name in gradients]
+    norms = torch.stack(torch._foreach_norm([*given, *own])).tolist()
+    lengths, sizes = norms[: len(given)], norms[len(given) :]
+    roots = [max(1, p.numel()) ** 0.5 for p in own]
+    sizes = [size if size > 0 else root for size, root in zip(sizes, roots, strict=True)]
+    scales = _scales(lengths, sizes)
+    along = torch._foreach_mul(given, scales)
     # Entries without a gradient move too, and more: they may have none because they are detached.
     # How does not matter: by what their neighbours are, and a little.
-    typical = (own / own.new_tensor([max(1, p.numel()) for p in given]).sqrt()).tolist()
-    return {
-        name: torch.where(g == 0, 3 * (parameters[name].detach().roll(1) + size), v)
-        for name, g, v, size in zip(names, given, along, typical, strict=True)
-    }
+    beside = [p.roll(1) for p in own]
+    torch._foreach_add_(beside, [size / root for size, root in zip(sizes, roots, strict=True)])
+    torch._foreach_mul_(beside, 3.0)
+    parts = zip(gradients, given, beside, along, strict=True)
+    direction = {name: torch.where(g == 0, other, v) for name, g, other, v in parts}
+    slopes = (s * length**2 for s, length in zip(scales, lengths, strict=True))
+    return direction, dict(zip(gradients, slopes, strict=True))
 
 
-def _gentle(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _scales(lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """What gradients of these lengths are to be multiplied by, of parameters of these sizes."""
+    shares = [a * b for a, b in zip(lengths, sizes, strict=True)]  # what each adds to the slope
+    felt = [share for share in shares if share > 0]  # the others would make nothing of these
+    middle = median_low(felt or [0.0])
+
+    def scale(length: float, size: float, share: float) -> float:
+        if not share > 0:
+            return 0.0
+        raised = min(max(middle / share, 1.0), 30.0)  # not far: slopes are those of small steps
+        factor = size / length * (10 * middle / share if share > 10 * middle else raised)
+        return factor if isfinite(factor) else 0.0
+
+    return list(map(scale, lengths, sizes, shares))
+
+
+def _gentle(
+    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The same, but no entry moves by many times its size.
 
     Rescaled networks have units whose weights are small and whose gradients are large: along these
     the smallest step would take ReLUs to their other side.
     """
-    direction = _direction(parameters, gradients)
+    direction, _ = _direction(parameters, gradients)
     for name, v in direction.items():
         most = 30 * (parameters[name].detach().abs() + _typical(parameters[name])).to(v)
         v.clamp_(-most, most)
-    return direction
+    products = [(gradients[n] * v).sum(dtype=torch.float64) for n, v in direction.items()]
+    return direction, dict(zip(direction, torch.stack(products).tolist(), strict=True))
 
 
-_Way = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
+_Way = Callable[
+    [Mapping[str, Tensor], Mapping[str, Tensor]], tuple[dict[str, Tensor], dict[str, float]]
+]
 
 
 def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -354,20 +379,38 @@ def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 @contextmanager
-def _shifted(
-    parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], step: float
-) -> Iterator[None]:
-    """The parameters moved in place, so that whoever shares their memory moves too."""
+def _shifting(
+    parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+) -> Iterator[Callable[[float], None]]:
+    """Puts the parameters a step from where they are, each time that it is called.
+
+    They are moved in place, so that whoever shares their memory moves too.
+    """
     own = {name: parameters[name].data for name in direction}
     moved = held(own.values())
     before = [p.clone() for p in moved]
     along = held(_shard(v, own[name]) for name, v in direction.items())
+
+    def shift(step: float) -> None:
+        _bind(parameters, own)
+        for p, start, v in zip(moved, before, along, strict=True):
+            torch.add(start, v, alpha=step, out=p)
+
     try:
-        torch._foreach_add_(moved, along, alpha=step)
-        yield
+        yield shift
     finally:
         torch._foreach_copy_(moved, before)
         _bind(parameters, own)
+
+
+@contextmanager
+def _shifted(
+    parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], step: float
+) -> Iterator[None]:
+    """The parameters a step from where they are."""
+    with _shifting(parameters, direction) as shift:
+        shift(step)
+        yield
 
 
 def _shard(direction: Tensor, like: Tensor) -> Tensor:
@@ -376,7 +419,7 @@ def _shard(direction: Tensor, like: Tensor) -> Tensor:
         whole = direction.new_zeros(like.shape)
         _some(whole).copy_(direction)
         direction = whole
-    return shard_like(direction, like)
+    return shard_like(direction, like) if is_sharded(like) else direction
 
 
 def _steady(risk: Risk, batch: Batch) -> bool:
@@ -405,11 +448,12 @@ class _Question:
         self, moved: Mapping[str, Tensor], direction: Mapping[str, Tensor], step: float
     ) -> float:
         """The central difference along a direction of `moved`."""
-        ends = []
-        for signed in (step, -step):
-            with _shifted(moved, direction, signed), Safe():
-                outputs = self.risk.forward(self.batch).detach()
-            ends.append(float((outputs.double() * self.cotangent.double()).sum()))
+        ends, cotangent = [], self.cotangent.double()
+        with _shifting(moved, direction) as shift:
+            for signed in (step, -step):
+                shift(signed)
+                outputs = self.risk.forward(self.batch, Safe()).detach()
+                ends.append(float((outputs.double() * cotangent).sum()))
         return (ends[0] - ends[1]) / (2 * step)
 
     def agrees_here(self, gradients: Mapping[str, Tensor]) -> bool:
@@ -449,8 +493,7 @@ class _Question:
     def disagreeing(self, names: Collection[str]) -> dict[str, tuple[float, float]]:
         """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
         parameters = self.risk.parameters
-        with Safe():
-            outputs = self.risk.forward(self.batch)
+        outputs = self.risk.forward(self.batch, Safe())
         moved = {n: p for n, p in parameters.items() if n in names}
         slopes = torch.autograd.grad(
             outputs, list(moved.values()), self.cotangent, materialize_grads=True
@@ -531,7 +574,7 @@ def _written(risk: Risk, batch: Batch) -> set[str]:
 
 def _along(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Along the gradients; where there are none, somewhere."""
-    direction = _gentle(parameters, gradients)
+    direction, _ = _gentle(parameters, gradients)
     return {
         n: v if bool(v.any()) else _noise(parameters[n], k)
         for k, (n, v) in enumerate(direction.items())

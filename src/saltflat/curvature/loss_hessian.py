@@ -92,11 +92,8 @@ class SoftmaxFactor(Factor):
 
         One root after the other: the product of two small numbers may underflow.
         """
-        safe = (rest > 0) & (p > 0)
-        tail = torch.where(safe, p + rest, 1.0)
-        at = (p * (rest / tail)).sqrt() * root
-        below = (p / tail).sqrt() / torch.where(safe, rest, 1.0).sqrt() * root
-        return at.where(safe, 0.0), below.where(safe, 0.0)
+        share, spread, safe = (p / (p + rest)).sqrt_() * root, rest.sqrt(), rest > 0
+        return (share * spread).where(safe, 0.0), (share / spread).where(safe, 0.0)
 
     def _place(self, values: Tensor) -> Tensor:
         """(D, positions, K, n) as directions in the outputs' own layout."""
@@ -105,14 +102,15 @@ class SoftmaxFactor(Factor):
         return placed.contiguous()
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        if self.positions == 1:
+            lower = self.p.new_full((stop - start, self.classes), -1.0).triu_(start + 1)
+            values = (self.p * self.below[0, start:stop, None]).mul_(lower.unsqueeze(-1))
+            torch.diagonal(values, start, 0, 1).copy_(self.at[0, start:stop].T)
+            return self._place(values.unsqueeze(1)), None
         index = torch.arange(start, stop, device=self.p.device)
         where, which = index // (self.classes - 1), index % (self.classes - 1)
         every = torch.arange(self.classes, device=self.p.device)
         lower = (every > which[:, None]).to(self.p).neg_().unsqueeze(-1)  # (D, K, 1)
-        if self.positions == 1:
-            values = (self.p * self.below[0, start:stop, None]).mul_(lower)
-            torch.diagonal(values, start, 0, 1).copy_(self.at[0, start:stop].T)
-            return self._place(values.unsqueeze(1)), None
         values = self.p[where] * self.below[where, which].unsqueeze(1) * lower
         rows = torch.arange(len(index), device=index.device)
         values[rows, which] = self.at[where, which]

@@ -26,7 +26,6 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.curvature.contractions import Term, combine
 from saltflat.curvature.derivative import check_derivative, check_unreached
@@ -37,8 +36,9 @@ from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
 from saltflat.losses import Loss, NegativeLogLikelihood
 from saltflat.memory import fails_again, halving, ordinary, out_of_memory
-from saltflat.risk import Batch, Risk, alike, join
+from saltflat.risk import Batch, Risk, alike, join, leaves_of, mapped
 from saltflat.session import full_precision, reduced_precision
+from saltflat.vectors import bounds
 
 Certify = Literal["proof", "probe", "none"]
 
@@ -88,6 +88,16 @@ UNUSED = "unused"
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A forward pass: the outputs, what was recorded on the way, and what the graph proves."""
+
+    outputs: Tensor
+    uses: Sequence[Use]
+    proof: Proof
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a look at the model showed; for batches whose forward pass makes the same calls."""
@@ -116,6 +126,7 @@ class Plan:
     delta_entries: int  # of these, what is held of every direction until it is contracted
     inputs: int  # input entries of the recorded operations, a sample
     patches: int  # entries of the largest patch matrix, a sample
+    passed: list[Passed]  # that of `seen`, until a sweep measures it; empty if it was not kept
 
     def allows(self, name: str) -> bool:
         """Whether the Gauss–Newton form may serve a parameter's block of the Hessian."""
@@ -164,7 +175,8 @@ class Refutation:
             return self
         nothing = torch.empty(0)
         bare = Batch(nothing, nothing, 0, self.plan.seen.where)
-        return replace(self, plan=replace(self.plan, seen=bare, sample_outputs=nothing))
+        plan = replace(self.plan, seen=bare, sample_outputs=nothing, passed=[])
+        return replace(self, plan=plan)
 
 
 def fits(use: Use, rows: Rows) -> bool:
@@ -184,7 +196,7 @@ def channels_last(batch: Batch) -> Batch:
         image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()
         return leaf.contiguous(memory_format=torch.channels_last) if image else leaf
 
-    return replace(batch, inputs=tree_map(lay, batch.inputs))
+    return replace(batch, inputs=mapped(lay, batch.inputs))
 
 
 def patch_entries(use: Use) -> int:
@@ -198,18 +210,22 @@ def patch_entries(use: Use) -> int:
     return prod((*seen[:2], *window.kernel, *positions[2:]))
 
 
-def plan_for(risk: Risk, batch: Batch, certify: Certify, *, own: bool = False) -> Plan:
+def plan_for(
+    risk: Risk, batch: Batch, certify: Certify, *, own: bool = False, keep: bool = False
+) -> Plan:
     """The plan for batches like this one, found on some of its samples.
 
     It is kept for the call: what holds from batch to batch is looked at on every chunk. With `own`
-    it is made of this very batch, some samples of which then have known outputs.
+    it is made of this very batch, some samples of which then have known outputs. A batch of few
+    samples is looked at as a whole; with `keep` its pass is there to be measured.
     """
     plan: Plan | None = risk.plans.get(_key(batch, certify))
     if plan is not None and (not own or plan.was_made_of(batch)):
         return plan
-    size = min(_LOOK, batch.size)
+    whole = batch.size <= 2 * _LOOK
+    size = batch.size if whole else _LOOK
     try:
-        plan = _examine_some(risk, batch, size, certify)
+        plan = _examine_some(risk, batch, size, certify, keep=keep and whole)
     except Exception as error:
         if size == batch.size or _final(error):
             raise
@@ -235,13 +251,17 @@ def _key(batch: Batch, certify: Certify) -> Hashable:
     return batch.size > 1, leaf_shapes(batch), certify
 
 
-def _examine_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan:
+def _examine_some(
+    risk: Risk, batch: Batch, size: int, certify: Certify, *, keep: bool = False
+) -> Plan:
     """Look at the model on some samples from all over a batch, fewer where memory runs out."""
-    plan = halving(lambda most: examine(risk, batch.spread(most), certify), size)
+    plan = halving(lambda most: examine(risk, batch.spread(most), certify, keep=keep), size)
     return replace(plan, places=tuple(batch.places(plan.samples)))
 
 
-_LOOK = 8  # samples to look at: what only others pass through is not compared with differences
+# Samples to look at, up to twice as many if these are all: what only others pass through is not
+# compared with differences.
+_LOOK = 8
 _ENOUGH = 32  # samples to look through for one that moves every parameter
 
 
@@ -254,33 +274,30 @@ def _final(error: Exception) -> bool:
 def leaf_shapes(batch: Batch) -> Hashable:
     return tuple(
         (tuple(t.shape[1:]), t.dtype, t.device) if isinstance(t, Tensor) else type(t)
-        for t in tree_leaves(batch.inputs)
+        for t in leaves_of(batch.inputs)
     )
 
 
-def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
+def examine(risk: Risk, batch: Batch, certify: Certify, *, keep: bool = False) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
-        with Recorder(risk.leaves) as recorder:
-            outputs = risk.forward(batch)
+        recorder = Recorder(risk.leaves)
+        outputs = risk.forward(batch, recorder)
         risk.check(outputs, batch)
         uses = recorder.uses
         is_coupled = _coupled_not_random(risk, batch, outputs)
         proof = proof_of(risk, batch, outputs)
-        names = list(risk.parameters)
-        check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
-        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+        unreached = [name for name in risk.parameters if name not in proof.reached]
+        check_unreached(risk, batch, outputs, unreached)
+        rules, dims = dict.fromkeys(risk.parameters, UNUSED), dict[str, int]()
         dormant, probed = frozenset[str](), frozenset[str]()
         if outputs.requires_grad:
             fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
             rules, dims, dormant = fast.rules, fast.dims, fast.dormant
-            padded = {
-                use.names["weight"]
-                for use in uses
-                if isinstance(use, EmbeddingUse) and use.padding is not None
-            }
+            looked_up = [use for use in uses if isinstance(use, EmbeddingUse)]
+            padded = {use.names["weight"] for use in looked_up if use.padding is not None}
             given = {n: g for n, g in fast.gradients.items() if n not in padded}
-            check_derivative(risk, batch, fast.cotangent, given)
+            check_derivative(risk, batch, fast.cotangent, given, fast.largest)
             if certify == "probe":
                 probed = _seemingly_linear(risk, outputs, proof.curved)
         return Plan(
@@ -298,6 +315,7 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
             narrow=proof.narrow,
             log_probabilities=proof.log_probabilities,
             channels_last=_bears_channels_last(risk, batch, outputs),
+            passed=[Passed(outputs, uses, proof)] if keep else [],
             **_sizes(batch, outputs, uses),
         )
 
@@ -345,6 +363,7 @@ class FastRules:
     dormant: frozenset[str]
     cotangent: Tensor
     gradients: dict[str, Tensor]
+    largest: dict[str, float]  # entries of these
 
 
 def fast_rules(
@@ -360,14 +379,14 @@ def fast_rules(
     edges, wanted = [use.edge for use in uses], list(parameters.values())
     cotangent = _normal(outputs, generator)
     if all(proof.keeps_rows(edge.node) for edge in edges):
-        weights, spread = outputs.new_ones(size), torch.ones((), device=outputs.device)
+        weights = None
         both = _pulled(outputs, [*edges, *wanted], cotangent)
         deltas, truth = both[: len(edges)], both[len(edges) :]
     else:
         weights = _normal(outputs.new_empty(size), generator)
-        spread = weights.reshape(-1, *[1] * (outputs.ndim - 1))
         deltas = _pulled(outputs, edges, cotangent)
-        truth = _pulled(outputs, wanted, cotangent * spread)
+        cotangent = cotangent * weights.reshape(-1, *[1] * (outputs.ndim - 1))
+        truth = _pulled(outputs, wanted, cotangent)
     given = {n: g for n, g in zip(parameters, truth, strict=True) if g is not None}
     rules = {name: GENERIC if name in given else UNUSED for name in parameters}
     dims: dict[str, int] = {}
@@ -375,15 +394,19 @@ def fast_rules(
     open_ = {name for name, size in sizes.items() if size > 0}
     dormant = frozenset(sizes) - open_
     for dim in (0, 1):
-        offers = _offers(uses, deltas, Rows(size, dim), open_)
-        for name, rule in _agreeing(offers, weights, given, proof.narrow).items():
+        if not open_:
+            break
+        with torch.no_grad():
+            offers = _offers(uses, deltas, Rows(size, dim), open_)
+            agreeing = _agreeing(offers, weights, given, sizes, proof.narrow)
+        for name, rule in agreeing.items():
             rules[name], dims[name] = rule, dim
             open_.discard(name)
     # Also where what comes back is but rounding, as at the bias of an attention's keys.
     left = dormant | open_
     for name, rule in _rules_asleep(outputs, uses, parameters, proof, left, generator).items():
         rules[name], dims[name] = rule, 0
-    return FastRules(rules, dims, dormant, cotangent * spread, given)
+    return FastRules(rules, dims, dormant, cotangent, given, sizes)
 
 
 def _rules_asleep(
@@ -409,8 +432,10 @@ def _rules_asleep(
     edges, cotangents = [use.edge for use in uses], [_cotangent(use, generator) for use in uses]
     both = _pulled(edges, [*edges, *[parameters[n] for n in names]], cotangents)
     truth = {n: g for n, g in zip(names, both[len(edges) :], strict=True) if g is not None}
-    offers = _offers(uses, both[: len(edges)], rows, set(truth))
-    return _agreeing(offers, outputs.new_ones(rows.count), truth, proof.narrow)
+    with torch.no_grad():
+        offers = _offers(uses, both[: len(edges)], rows, set(truth))
+        sizes = dict(zip(truth, _largest(list(truth.values())), strict=True))
+        return _agreeing(offers, None, truth, sizes, proof.narrow)
 
 
 def _cotangent(use: Use, generator: torch.Generator) -> Tensor:
@@ -468,25 +493,32 @@ def _offers(
         if not fits(use, rows):
             refused |= set(use.names.values())
             continue
-        with torch.no_grad():
-            terms = list(use.terms([use.keep(delta.detach(), rows)], rows))
-        for name, term in terms:
+        kept = use.keep_all(delta.detach().unsqueeze(0), rows)
+        for name, term in use.terms(kept, rows):
             offers.setdefault(name, []).append((use, term))
     return {n: terms for n, terms in offers.items() if n in wanted and n not in refused}
 
 
 def _agreeing(
-    offers: Offers, weights: Tensor, truth: Mapping[str, Tensor], narrow: torch.dtype
+    offers: Offers,
+    weights: Tensor | None,
+    truth: Mapping[str, Tensor],
+    sizes: Mapping[str, float],
+    narrow: torch.dtype,
 ) -> dict[str, str]:
-    """The rules that give what autograd gives, and not nothing, for samples with these weights."""
-    with torch.no_grad():
-        sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
+    """The rules that give what autograd gives, and not nothing, for samples with these weights.
+
+    `sizes` are the largest entries of what autograd gives.
+    """
+    sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
     fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
-    found = _largest([sums[n] - truth[n] for n in fitting] + [truth[n] for n in fitting])
+    errors = _largest([sums[n] - truth[n] for n in fitting])
     room = 1e-9 if narrow == torch.float64 else 1e-3
-    errors, sizes = found[: len(fitting)], found[len(fitting) :]
-    agree = (size > 0 and e <= room * size for e, size in zip(errors, sizes, strict=True))
-    return {n: offers[n][0][0].rule for n, yes in zip(fitting, agree, strict=True) if yes}
+    return {
+        n: offers[n][0][0].rule
+        for n, error in zip(fitting, errors, strict=True)
+        if sizes[n] > 0 and error <= room * sizes[n]
+    }
 
 
 def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
@@ -507,8 +539,8 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
     It may refuse: one that makes views of contiguous images, or that needs many samples.
     """
     try:
-        with Safe():  # as what was expected was computed
-            return close(risk.forward(batch), expected)
+        # In the mode in which what was expected was computed.
+        return close(risk.forward(batch, Safe()), expected)
     except Exception as error:
         if out_of_memory(error) or not _refuses(risk, batch):
             raise
@@ -517,8 +549,8 @@ def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
 
 def _refuses(risk: Risk, batch: Batch) -> bool:
     """Whether the model, which failed on these samples, does so again."""
-    with Safe(), torch.no_grad():
-        return fails_again(lambda: risk.forward(batch))
+    with torch.no_grad():
+        return fails_again(lambda: risk.forward(batch, Safe()))
 
 
 @final
@@ -534,17 +566,17 @@ class Company:
         self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
 
     def is_indifferent(self, chunk: Batch, outputs: Tensor) -> bool:
-        key = leaf_shapes(chunk)
-        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
-        rows = [outputs[:2].detach()] + [outputs[-2:].detach()] * (chunk.size > 3)
+        key, outputs = leaf_shapes(chunk), outputs.detach()
         if key not in self._known:
-            self._known[key] = ends[0], rows[0].clone()
+            self._known[key] = chunk.part(0, 2), outputs[:2].clone()
             if self.risk.opens or leaf_shapes(self.risk.first()) != key:
                 return True
             # The first samples of the data are those of another rank.
-            with torch.no_grad(), Safe():
+            with torch.no_grad():
                 few = self.risk.first().part(0, 2)
-                self._known[key] = few, self.risk.forward(few)
+                self._known[key] = few, self.risk.forward(few, Safe())
+        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
+        rows = [outputs[:2]] + [outputs[-2:]] * (chunk.size > 3)
         guest, guest_rows = self._known[key]
         if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
             return True  # nothing to put together
@@ -554,8 +586,9 @@ class Company:
                 same = _gives(self.risk, together, torch.cat([guest_rows, *rows]))
                 if same or not reduced_precision(self.risk.device):
                     return same
-                with full_precision(self.risk.device), Safe():
-                    parts = torch.cat([self.risk.forward(part) for part in (guest, *ends)])
+                with full_precision(self.risk.device):
+                    each = [self.risk.forward(part, Safe()) for part in (guest, *ends)]
+                    parts = torch.cat(each)
                     return _gives(self.risk, together, parts)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
@@ -612,9 +645,10 @@ def _bears_channels_last(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
 
     (cuDNN's are not: 4.8 gradients against 5.2 for a ResNet-18 on an H200.)
     """
-    leaves = tree_leaves(batch.inputs)
-    images = any(isinstance(t, Tensor) and t.ndim == 4 and t.is_cpu for t in leaves)
-    return images and _gives(risk, channels_last(batch), outputs)
+    laid = channels_last(batch)
+    pairs = zip(leaves_of(laid.inputs), leaves_of(batch.inputs), strict=True)
+    changed = any(a is not b and a.is_cpu for a, b in pairs)
+    return changed and _gives(risk, laid, outputs)
 
 
 def _coupled_not_random(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
@@ -623,8 +657,7 @@ def _coupled_not_random(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
     compared = outputs.numel() if apart and batch.size > 1 else 0
     with torch.no_grad():
         while compared < _ENTRIES:  # few entries may agree by chance
-            with Safe():
-                again = risk.forward(batch)
+            again = risk.forward(batch, Safe())
             if not close(again, outputs):
                 raise ModelError(
                     "The model is random in evaluation mode: equal inputs give different "
@@ -692,5 +725,8 @@ def _norms(tensors: Iterable[Tensor], order: float = 2.0) -> Tensor:
 def _largest(tensors: Sequence[Tensor]) -> list[float]:
     """The largest entries, all fetched at once: waiting for a GPU is what costs here."""
     some = [x for x in tensors if x.numel()]
-    sizes = iter(_norms(some, float("inf")).tolist() if some else [])
+    if all(x.is_cpu for x in some):  # where norms take ten times as long
+        sizes = iter([max(-least, most) for least, most in map(bounds, some)])
+    else:
+        sizes = iter(_norms(some, float("inf")).tolist())
     return [next(sizes) if x.numel() else 0.0 for x in tensors]

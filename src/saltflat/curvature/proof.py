@@ -15,10 +15,9 @@ later operation moves or mixes rows, which is proved from the outputs down, oper
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from math import inf, prod
 from operator import or_
 from typing import Any, TypeVar, final
@@ -257,17 +256,20 @@ def prove(
     curved: dict[str, int] = {}
     given: dict[str, int] = {}
     trail: list[str] = []
+    takers: dict[Any, int] = {}
     order = list(leaves_first(outputs.grad_fn))
     head = None if class_dimension is None else log_softmax_head(outputs, class_dimension)
     for node, name, children in order:
-        below = [reach[child] for child, _ in children]
-        if not below:
+        if not children:
             reach[node] = bits.get(id(getattr(node, "variable", None)), 0)
             trail.append(str(reach[node].bit_length()))
             continue
         if name not in _LAYOUT:
             trail.append(name)
+        below = [reach[child] for child, _ in children]
         reach[node] = every = reduce(or_, below)
+        for child, _ in children:
+            takers[child] = takers.get(child, 0) + 1
         if not every or name in _LINEAR or node is head:
             continue
         if _is_declared(node, name):
@@ -276,7 +278,6 @@ def prove(
         reached = _curved_bits(curved_pairs(node, name, len(below), writes), below, every)
         if reached:
             curved[name] = curved.get(name, 0) | reached
-    takers = Counter(child for _, _, children in order for child, _ in children)
     return Proof(
         frozenset(_members(reach[outputs.grad_fn], parameters)),
         _blamed(curved, parameters),
@@ -284,7 +285,7 @@ def prove(
         frozenset(curved) - {*_PRODUCTS, *_CONDITIONAL, _PART},
         tuple(trail),
         narrowest(outputs, order),
-        _edges(takers, parameters),
+        {n: takers[v] for v, _, c in order if not c for n in _members(reach[v], parameters)},
         head is not None,
         _sample_dims(order, len(outputs) if outputs.ndim else 1),
         takers,
@@ -302,13 +303,6 @@ def narrowest(outputs: Tensor, order: Sequence[Visit] | None = None) -> torch.dt
     casts = (node._input_metadata[0].dtype for node, name, _ in order if name == "ToCopy")
     floats: Iterator[torch.dtype] = (d for d in (outputs.dtype, *casts) if d.is_floating_point)
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _edges(takers: Mapping[Any, int], parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """parameter -> how many edges of the graph end there."""
-    names = {id(p): name for name, p in parameters.items()}
-    leaves = ((node, names.get(id(getattr(node, "variable", None)))) for node in takers)
-    return {name: takers[node] for node, name in leaves if name is not None}
 
 
 def _curved_bits(pairs: Pairs | None, below: Sequence[int], every: int) -> int:
@@ -349,9 +343,11 @@ _OWN = {"torch::autograd::CopyBackwards": "Copy", "torch::autograd::CopySlices":
 
 def _named(node: Any) -> str:
     """What a node does, in torch's words: "Relu" for ReluBackward0."""
-    full: str = node.name()
-    if is_gathering_node(node):
-        return "Alias"
+    return "Alias" if is_gathering_node(node) else _short(node.name())
+
+
+@cache
+def _short(full: str) -> str:
     match = _NAME.fullmatch(full)
     return match[1] if match is not None else _OWN.get(full, full)
 
@@ -483,6 +479,8 @@ def _sample_dims(order: Sequence[Visit], samples: int) -> dict[Any, int | None]:
     rows for each sample, any other one entry. None where samples mix, or may do so.
     """
     dims: dict[Any, int | None] = {order[-1][0]: 0} if order else {}
+    # What a leaf is, a parameter most often, is not asked.
+    dims |= {node: None for node, _, children in order[:-1] if not children}
     sizes: dict[Any, Sequence[int]] = {}
     for node, name, children in reversed(order):
         dim = dims[node]

@@ -492,11 +492,13 @@ class Safe(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _ALTERED:
+            return func(*args, **kwargs)
         if func in _OPENED:
             with self:
                 return _OPENED[func](*args, **kwargs)
-        if func not in _ADJUSTED:
-            return _REPLACED.get(func, func)(*args, **kwargs)
+        if func in _REPLACED:
+            return _REPLACED[func](*args, **kwargs)
         bound = dict(zip(_OPERATIONS[func][0], args, strict=False)) | kwargs
         return func(**bound | _ADJUSTED[func](bound))
 
@@ -597,6 +599,9 @@ _ADJUSTED: dict[Any, Callable[[Arguments], Arguments]] = {
     # Its second derivative crashes torch (2.13) on channels-last inputs.
     F.group_norm: lambda bound: {"input": bound["input"].contiguous()},
 }
+
+
+_ALTERED = frozenset({*_REPLACED, *_OPENED, *_ADJUSTED})
 
 
 def _roles(names: Names, arguments: Arguments, **roles: str) -> dict[str, str]:

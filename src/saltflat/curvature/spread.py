@@ -31,6 +31,7 @@ class Spread:
     count: int = 0
     _mean: Tensor = field(default_factory=lambda: torch.zeros(()))
     _scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
+    _last: Tensor | None = None  # numbers that are not in these yet: until they are asked for
     _rows: list[Tensor] = field(default_factory=list)  # every `_stride`-th sample's numbers
     _stride: int = 1
 
@@ -40,21 +41,29 @@ class Spread:
 
     def add(self, size: int, values: Mapping[str, Tensor]) -> None:
         """So many samples more; a block without values has zeros."""
+        self._settle()
         if values:
             like = next(iter(values.values()))
-            rows = (values.get(name, like.new_zeros(size)) for name in self.blocks)
-            self._merge(torch.stack([row.to(like.device) for row in rows], 1).double())
+            known = [
+                values[name] if name in values else like.new_zeros(size) for name in self.blocks
+            ]
+            self._last = torch.stack([row.to(like.device) for row in known], 1).double()
         else:
-            self._merge(torch.zeros(size, len(self.blocks), dtype=torch.float64))
+            self._last = torch.zeros(size, len(self.blocks), dtype=torch.float64)
+        self._keep(self._last)
 
-    def _merge(self, rows: Tensor) -> None:
-        self._keep(rows)
-        mean = rows.mean(0)
-        centred = rows - mean
-        self.join(Spread(self.blocks, len(rows), mean, centred.mT @ centred))
+    def _settle(self) -> None:
+        """Take the last samples into mean and scatter."""
+        if (rows := self._last) is not None:
+            self._last = None
+            mean = rows.mean(0)
+            centred = rows - mean
+            self.join(Spread(self.blocks, len(rows), mean, centred.mT @ centred))
 
     def join(self, other: Spread) -> None:
         """Its samples too, by the pairwise formula: no digits are lost to a mean that is large."""
+        self._settle()
+        other._settle()
         mean = other._mean
         change = mean - self._mean.to(mean)
         share = self.count * other.count / (self.count + other.count)
@@ -80,11 +89,13 @@ class Spread:
     def scaled(self, factor: float) -> Spread:
         """Of the numbers times a factor, on the CPU; their skewness is the same."""
         mean, scatter = factor * self._mean.cpu(), factor**2 * self._scatter.cpu()
-        rows = [part.cpu() for part in self._thinned(self._stride)]
-        return replace(self, _mean=mean, _scatter=scatter, _rows=rows)
+        last = None if self._last is None else factor * self._last.cpu()
+        rows = [part.cpu() for part in self._rows]
+        return replace(self, _mean=mean, _scatter=scatter, _last=last, _rows=rows)
 
     def stderr(self, weights: Mapping[str, float]) -> float | None:
         """Of Σ weights · means; None of a single sample."""
+        self._settle()
         if self.count < 2:
             return None
         c = torch.tensor([weights.get(name, 0.0) for name in self.blocks], dtype=torch.float64)

@@ -25,6 +25,7 @@ from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
     GENERIC,
     Company,
+    Passed,
     Plan,
     Refutation,
     Settings,
@@ -202,7 +203,7 @@ def _all_at_once(
     outputs: Tensor, uses: Sequence[Use], rows: Sequence[Rows], edges: Any, columns: Tensor
 ) -> list[Any]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+        warnings.simplefilter("ignore")  # of a drop in performance
         deltas = torch.autograd.grad(
             outputs, edges, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
@@ -223,8 +224,8 @@ def feature_scale(risk: Risk, matrices: Mapping[str, Matrix], chunk: int) -> dic
 
     def gather() -> None:
         for part in risk.chunks(chunk):
-            with Recorder(risk.leaves) as recorder:
-                risk.forward(part)
+            recorder = Recorder(risk.leaves)
+            risk.forward(part, recorder)
             for use in recorder.uses:
                 name = use.names.get("weight")
                 features = use.features() if name in matrices else None
@@ -464,31 +465,40 @@ class Pass(ABC):
         count, and whether alike. `begins` of the first samples of all."""
         if plan.channels_last:
             chunk = channels_last(chunk)
-        with Recorder(self.risk.leaves) as recorder:
-            outputs = self.risk.forward(chunk)
-        self.risk.check(outputs, chunk)
-        if begins and not self._as_probed(plan, chunk, outputs):
+        passed = self._passed(chunk, plan, begins)
+        if passed is None:
             return Refutation(replace(plan, coupled=True))
-        proof = proof_of(self.risk, chunk, outputs, self.loss)
-        plan = self._plan(plan, chunk, outputs, recorder.uses, proof)
+        outputs, uses, proof = passed.outputs, passed.uses, passed.proof
+        plan = self._plan(plan, chunk, outputs, uses, proof)
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
-        normaliser = self.loss.normaliser(outputs, chunk.targets)
         place = self._offset + self.samples
-        passed = Chunk(chunk, outputs, recorder.uses, plan, index, first, place)
-        if outputs.requires_grad and (refutation := self.measure(passed)):
+        measured = Chunk(chunk, outputs, uses, plan, index, first, place)
+        if outputs.requires_grad and (refutation := self.measure(measured)):
             return refutation
         for name in self.requests:
             self.rules.setdefault(name, set()).add(plan.rules[name])
-        counted = self.loss.counted(outputs, chunk.targets)
-        return normaliser, counted, self.loss.evenly(outputs, chunk.targets)
+        return self.loss.census(outputs, chunk.targets)
+
+    def _passed(self, chunk: Batch, plan: Plan, begins: bool) -> Passed | None:
+        """Put a chunk through the model, if the look at it has not done so; None if samples that
+        were looked at have other outputs here."""
+        if plan.passed and plan.seen is chunk:
+            return plan.passed.pop()
+        recorder = Recorder(self.risk.leaves)
+        outputs = self.risk.forward(chunk, recorder)
+        self.risk.check(outputs, chunk)
+        if begins and not self._as_probed(plan, chunk, outputs):
+            return None
+        proof = proof_of(self.risk, chunk, outputs, self.loss)
+        return Passed(outputs, recorder.uses, proof)
 
     def _as_probed(self, plan: Plan, chunk: Batch, outputs: Tensor) -> bool:
         """Whether the samples that were looked at have the outputs that they had alone."""
         if _as_probed(plan, outputs) or not reduced_precision(self.risk.device):
             return _as_probed(plan, outputs)
-        with full_precision(self.risk.device), torch.no_grad(), Safe():
-            return _as_probed(plan, self.risk.forward(chunk))
+        with full_precision(self.risk.device), torch.no_grad():
+            return _as_probed(plan, self.risk.forward(chunk, Safe()))
 
     def wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
@@ -626,13 +636,11 @@ class ExactPass(Pass):
         scale = self.divisor
         # The mean over samples of (∇ℓ)², where the risk is the mean of ℓ.
         fisher = scale**2 / max(1, self.counted) if self.loss.mean else float(max(1, self.counted))
-        return {
-            (kind, name): self.sums.get((kind, name), self.zeros(kind, name)).div_(
-                fisher if kind == "fisher" else scale
-            )
-            for name, kinds in self.requests.items()
-            for kind in kinds
-        }
+        wanted = [(kind, name) for name, kinds in self.requests.items() for kind in kinds]
+        totals = {key: self.sums[key] if key in self.sums else self.zeros(*key) for key in wanted}
+        for (kind, _), total in totals.items():
+            total.div_(fisher if kind == "fisher" else scale)
+        return totals
 
     def measure(self, chunk: Chunk) -> Refutation | None:
         work, size = self.risk.work, chunk.batch.size
@@ -721,6 +729,9 @@ class ExactPass(Pass):
             self.pending[key] = value if waiting is None else waiting.double().add_(value)
         for kind in APART & apart.keys():
             parts = self._apart.setdefault(kind, {})
+            if len(apart[kind]) == size:
+                parts[name] = parts[name] + apart[kind] if name in parts else apart[kind]
+                continue
             if name not in parts:
                 parts[name] = apart[kind].new_zeros(size)
             parts[name][rows] += apart[kind]
@@ -730,7 +741,9 @@ def _as_probed(plan: Plan, outputs: Tensor) -> bool:
     """Whether the probed samples have the outputs that they had without the rest of their chunk."""
     here = [k for k in plan.places if k < len(outputs)]
     known = plan.sample_outputs[: len(here)]
-    return plan.sample_outputs.shape[1:] != outputs.shape[1:] or close(outputs[here], known)
+    if known.shape[1:] != outputs.shape[1:]:
+        return True
+    return close(outputs.detach()[here], known)
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
