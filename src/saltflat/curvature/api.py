@@ -110,7 +110,7 @@ def trace(
     >>> x, y = torch.randn(20_000, 3), torch.arange(20_000) % 2
     >>> trace = sf.trace(model, (x, y), samples="auto")
     >>> trace.certificate.samples, trace.exact
-    (256, False)
+    (512, False)
     >>> low, high = trace.interval
     >>> low < sf.trace(model, (x, y)).total < high
     True
