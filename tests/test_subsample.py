@@ -255,7 +255,7 @@ def naive(values: Tensor, tolerance: float, seed: int) -> bool:
 
 
 def test_intervals_hold_as_often_as_they_say() -> None:
-    """Of 200 runs at least 184: with a probability of 95 % in each, fewer have one of 0.3 %. The
+    """Of 200 runs at least 184: with a probability of 95 % in each, fewer have one of 2.4 %. The
     negative control is a rule that stops when an error looks small."""
     values, tolerance = skewed(), 0.15
     runs = [held(values, tolerance, seed) for seed in range(200)]
