@@ -1,11 +1,12 @@
 """How often the intervals of samples="auto" hold the value on all samples, and what they cost.
 
-    python -m bench.subsamples [--runs 200 --mnist FOLDER]
+    python -m bench.subsamples [--runs 200 --mnist FOLDER --populations]
 
 Traces of single samples come from one exact sweep over each network's training data; the runs then
 draw their parts of these by the same classes as `sf.trace` does, each with a seed of its own.
 "Naive" looks at every 32 samples and stops when 1.96 standard errors are small enough. Last come
-whole calls of `sf.measure`, of several measures.
+whole calls of `sf.measure`, of several measures. With `--populations` the traces are 20,000 random
+numbers: what skewed and rare samples do to the rule.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def row(name: str, size: int, skewness: float, tolerance: float, *runs: Any) -> 
     cells = [f"{name} | {size:,} | {skewness:.1f} | {100 * tolerance:g} %"]
     for each in runs:
         holds, shares = zip(*each, strict=True)
-        cells.append(f"{sum(holds)} of {len(holds)} | {100 * fmean(shares):.2g} %")
+        used = float(f"{100 * fmean(shares):.2g}")
+        cells.append(f"{sum(holds)} of {len(holds)} | {used:g} %")
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
@@ -131,22 +133,42 @@ def whole(name: str, model: nn.Module, data: tuple[Tensor, Tensor], runs: int) -
         row(f"`{n}`, {name}", len(data[0]), skewness[n], 0.25, found[n])
 
 
+def populations() -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    normal = torch.randn(20_000, generator=generator, dtype=torch.float64)
+    for sigma in (1, 2, 3):
+        yield f"lognormal, σ = {sigma}", (sigma * normal).exp()
+    near = 0.9 + 0.2 * torch.rand(20_000, generator=generator, dtype=torch.float64)
+    for rare, share in ((200, 0.9), (20, 0.5)):
+        others = torch.arange(20_000) >= rare
+        size = share / (1 - share) * (20_000 - rare) / rare
+        yield (
+            f"{rare / 20_000:.1%} of the samples hold {share:.0%}, the others agree to ±10 %",
+            near * torch.where(others, 1.0, size),
+        )
+
+
+def table(name: str, values: Tensor, runs: int) -> None:
+    for tolerance in TOLERANCES:
+        found = [[rule(values, tolerance, seed) for seed in range(runs)] for rule in (drawn, naive)]
+        row(name, len(values), part(values).skewness, tolerance, *found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--mnist")
+    parser.add_argument("--populations", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("| network | samples | skewness | tolerance | held | samples used | naive: held | used |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    if arguments.populations:
+        for name, values in populations():
+            table(name, values, arguments.runs)
+        return
     for name, model, data in cases(arguments.mnist):
-        values = single(model, data)
-        for tolerance in TOLERANCES:
-            runs = [
-                [rule(values, tolerance, seed) for seed in range(arguments.runs)]
-                for rule in (drawn, naive)
-            ]
-            row(name, len(values), part(values).skewness, tolerance, *runs)
+        table(name, single(model, data), arguments.runs)
         last = name, model, data
     print("\n| measure | samples | skewness | tolerance | held | samples used |")
     print("|---|--:|--:|--:|--:|--:|")

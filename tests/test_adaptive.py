@@ -294,6 +294,65 @@ def test_other_losses_and_shapes(model: nn.Module, data: Data, loss: Any, tolera
     assert float(torch.tensor(z).square().mean().sqrt()) < 2
 
 
+def beside(sizes: Tensor, rows: Tensor, classes: int = 0) -> tuple[nn.Module, Data]:
+    """The trained network with a feature that it does not look at, of these sizes on some rows; and
+    with a class more, of small probability, to which two units are added that take each other away.
+    """
+    model, (x, y) = trained()
+    feature = torch.zeros(len(x), 1, dtype=x.dtype)
+    feature[rows, 0] = sizes.double()
+    wide = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 9))
+    wide.double()
+    with torch.no_grad():
+        for p in wide.parameters():
+            p.zero_()
+        for new, old in ((wide[0], model[0]), (wide[2], model[2]), (wide[4], model[4])):
+            new.weight[: old.out_features, : old.in_features] = old.weight
+            new.bias[: old.out_features] = old.bias
+        wide[0].bias[8:] = 1
+        wide[2].weight[6:, 8:] = torch.eye(2)
+        wide[4].weight[8, 6], wide[4].weight[8, 7] = float(classes), -float(classes)
+        wide[4].bias[8] = float(wide(torch.cat([x, feature], 1)).amax(1).mean()) - 14
+    return wide, (torch.cat([x, feature], 1), y)
+
+
+def attacks() -> Iterator[Any]:
+    model, (x, _) = trained()
+    confident = model(x).softmax(1).amax(1).argsort(descending=True)
+    for size in (1e3, 1e5):
+        yield pytest.param(torch.tensor(size), confident[:3], 0, id=f"inputs of {size:g}")
+    yield pytest.param(torch.tensor(0.0), confident[:1], 1000, id="a class of large weights")
+
+
+@pytest.mark.parametrize(("sizes", "rows", "classes"), list(attacks()))
+def test_what_is_small_in_the_outputs_and_large_in_a_block_is_seen(
+    sizes: Tensor, rows: Tensor, classes: int
+) -> None:
+    """Three of 700 samples, the most confident, hold nearly all of a trace; or a class does whose
+    probability is 1e-6."""
+    model, data = beside(sizes, rows, classes)
+    dense = Dense(model, *data)
+    known = {n: float(block.trace()) for n, block in dense.blocks(dense.hessian).items()}
+    for seed in range(12):
+        found = sf.trace(model, data, tolerance=0.02, seed=seed)
+        for name, detail in found.details.items():
+            most = 5 * float(detail.stderr) if not detail.exact else 1e-9 * known[name]
+            assert abs(detail.value - known[name]) <= most + 1e-12, (name, seed)
+
+
+def test_errors_count_pairs_that_were_not_drawn() -> None:
+    """Those of samples with large ratios matter for one block, and are drawn by chance."""
+    model, (x, _) = trained()
+    rows = model(x).softmax(1).amax(1).argsort(descending=True)[:60:3]
+    wide, data = beside(torch.logspace(2, 4, len(rows)), rows)
+    exact = sf.trace(wide, data)["0.weight"]
+    z = []
+    for seed in range(30):
+        detail = sf.trace(wide, data, tolerance=0.02, seed=seed).details["0.weight"]
+        z.append((detail.value - exact) / float(detail.stderr))
+    assert max(map(abs, z)) < 5
+
+
 FACTORS = {
     "cross-entropy": ("cross_entropy", (7, 5), (7,)),
     "places": (nn.CrossEntropyLoss(label_smoothing=0.1), (7, 5, 2), (7, 2)),
@@ -324,6 +383,13 @@ def test_ranked_directions_add_up_to_the_output_hessian(name: str) -> None:
         ).reshape(outputs[0].numel(), -1)
         assert torch.allclose(columns[:, i].T @ columns[:, i], hessian, atol=1e-12)
     assert torch.allclose(factor.sizes(), columns.square().sum(2).T, atol=1e-12)
+    largest = columns.abs().topk(2, dim=2).indices.sort(2).values.movedim(0, 1)
+    told = factor.entries().sort(2).values
+    entries = told % 5 * 2 + told // 5 if name == "places" else told
+    if name == "bce":
+        assert torch.equal(entries[..., 0], largest.gather(2, (largest != entries).long())[..., 0])
+    else:
+        assert torch.equal(entries.sort(2).values, largest)
     assert not factor.chosen(torch.full((1, 7), -1)).any()
     mixed = torch.stack([torch.arange(7) % factor.count, torch.full((7,), -1)])
     assert torch.equal(factor.chosen(mixed)[0].flatten(1), columns[mixed[0], torch.arange(7)])

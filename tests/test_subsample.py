@@ -294,13 +294,22 @@ def naive(values: Tensor, tolerance: float, seed: int) -> bool:
 
 
 def test_intervals_hold_as_often_as_they_say() -> None:
-    """Of 200 runs at least 184: with a probability of 95 % in each, fewer have one of 0.3 %. The
+    """Of 200 runs at least 184: with a probability of 95 % in each, fewer have one of 2.4 %. The
     negative control is a rule that stops when an error looks small."""
     values, tolerance = skewed(), 0.15
     runs = [held(values, tolerance, seed) for seed in range(200)]
     assert sum(hold for hold, _ in runs) >= 184
     assert sum(size < len(values) for _, size in runs) > 190
     assert sum(naive(values, tolerance, seed) for seed in range(200)) < 176
+
+
+def test_a_part_that_is_small_for_its_skewness_is_not_enough() -> None:
+    """As the samples of the Fisher–Rao norm of a network that has fitted 10,000 images, skewness
+    55: Hall's interval alone holds in 168 of 200 runs here."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.rand(10_000, generator=generator, dtype=torch.float64).pow(-1 / 1.3)
+    assert 40 < part(values).skewness < 60
+    assert sum(held(values, 0.25, seed)[0] for seed in range(200)) >= 184
 
 
 def test_a_network_s_intervals_hold() -> None:

@@ -13,6 +13,8 @@ where they are missing from a part both its mean and its spread are small. Stude
 then too low (on lognormal values of σ = 2 it holds in 84 of 100 runs). This is Hall's (1992): the
 studentised mean is transformed by the cubic function that takes its skewness away, which reaches
 farther to the side of the long tail (96 of 100). Its error is that of a part without replacement.
+It does not hold where a few samples of the part make up its skewness: no part is enough that has
+fewer than 25 times the square of that (Cochran, 1977).
 
 No rule can know of samples that it has not seen: where one in ten thousand holds half of the trace,
 a part will miss it without a trace. `bench/subsamples.py` counts how often intervals hold.
@@ -44,6 +46,7 @@ LEVEL = 0.95  # of intervals
 _FIRST = 256  # samples at the first look
 _GROWTH = 2
 _JUMP = 8  # a look is at no more than this many times the samples of the one before
+_SKEWED = 25  # samples at least, times the square of their skewness
 _AGREE = 1e-9  # samples that differ by less than this share of their mean say nothing of others
 
 
@@ -128,11 +131,13 @@ class Rule:
         }
 
     def excess(self, part: Part, size: int) -> float:
-        """How many times as wide as it may be the interval is."""
+        """How many times as wide as it may be the interval is; more if the part is too small for
+        its skewness."""
         if part.stderr <= _AGREE * abs(part.value):
             return float("inf")
         low, high = self.interval(part, size)
-        return max(high - part.value, part.value - low) / (2 * self.tolerance * abs(part.value))
+        wide = max(high - part.value, part.value - low) / (2 * self.tolerance * abs(part.value))
+        return max(wide, abs(part.skewness) * sqrt(_SKEWED / size))
 
     def following(self, size: int, excess: float) -> int | None:
         """The next size at which the interval may be tight enough; None for all samples."""

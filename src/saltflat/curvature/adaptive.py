@@ -1,24 +1,33 @@
 """Adaptive rank: of all pairs (sample, direction), those that matter are sent backwards.
 
-What a direction u of a sample gives to a trace is ‖Jᵀu‖², about proportional to its size s = |u|²:
-on trained networks the ratio varies by a quarter to a half of its mean, while s itself ranges over
-many orders of magnitude, as confident samples have next to no curvature in their outputs. So
+What a direction u of a sample gives to a trace is ‖Jᵀu‖², on trained networks about proportional
+to its size |u|², which ranges over many orders of magnitude: confident samples have next to no
+curvature in their outputs. But nothing bounds the ratio ‖Jᵀu‖²/|u|²: one sample with inputs of
+another scale may hold all of a trace and next to nothing of the sizes. So
 
-1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and keeps s;
-2. pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
+1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and sends the
+   largest direction of each backwards. That is at least half of what its outputs have, is had
+   without error, and tells the sample's ratio in every block;
+2. a pilot sends a few others, some of them for every entry of the outputs, which tells the entries
+   where ratios are larger than that. Its draws are thrown away;
+3. a direction's importance s is its size times these ratios, in the block where they are largest.
+   Pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
    belongs to the sample and the direction, and then has the weight S/(m s), for S the sum of s
    below τ and m the pairs drawn there.
 
-Drawn pairs are sent at their weight, u √(S/(m s)): all with the same length. What arrives, y, adds
-up to an estimate for all that are below τ. (It is a ratio, whose bias is about its error over √m.)
-Its error is the spread of the y,
+Drawn pairs are sent at their weight, u √(S/(m s)). What arrives, y, adds up to an estimate for all
+that are below τ. (It is a ratio, whose bias is about its error over √m.) Its error is the spread of
+the y,
 
     variance = m/(m − 1) Σ (1 − s/τ)(y − ȳ)²,
 
-with 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. τ is the largest that keeps every
-block's error within the tolerance, with a margin, by what the ratio varies by in a pilot, whose
-draws are thrown away. That depends on s: a pilot looks where τ will about be. Where it leaves too
-little to save, all pairs are sent: an ordinary sweep.
+with 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. Where pairs matter that were not
+drawn this is too small, and the variance is then what it would be if all directions of a sample had
+the ratio of its largest, which is known of all samples. Nor is an error stated that is less than a
+two-hundredth of the tolerance: single directions may matter that much of which neither tells. τ is
+the largest that keeps every block's error within the tolerance, with a margin, by what y/s varies
+by in the pilot, which looks where τ will about be. Where it leaves too little to save, all pairs
+are sent: an ordinary sweep.
 
 Samples are gathered by how many of their directions travel, so that the passes are dense.
 """
@@ -59,10 +68,14 @@ from saltflat.work import FORWARD
 WHOLE: frozenset[Kind] = frozenset({"diagonal", "columns", "rows"})
 _ADDED: dict[Kind, Kind] = {"diagonal": "trace"}
 
+LEAST_DIRECTIONS = 3  # of a sample, of which the largest is always sent
+_LEAST_RATIO = 0.25  # of ‖Jᵀu‖²/|u|², to its mean
 _LEAST = 128  # pairs to be drawn, about
 _PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
+_OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.75  # of the tolerance
+_FINEST = 0.005  # of the tolerance: no error is stated that is less
 _ROUNDS = 3
 _WORTH = 0.7  # of the price of a sweep
 GROUPS = 16  # of the drawn pairs, where nobody asks for another number
@@ -73,22 +86,104 @@ _PADDING = 256  # empty directions that a batch less is worth
 _LADDER = torch.tensor([1, 2, 3] + [k << e for e in range(1, 40) for k in (2, 3)])
 
 
+@dataclass
+class PairPass(Pass):
+    """Directions of samples, sent backwards: `parts` has a number for every pair, `whole` sums of
+    more than a number by lots, of which the first are the pairs that are certain."""
+
+    apart: bool = field(kw_only=True)  # whether `whole` is wanted
+    parts: dict[tuple[Kind, str], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    whole: dict[tuple[Kind, str], dict[int, Tensor]] = field(default_factory=dict)
+    _whole: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # of the chunk at hand
+    _table: Tensor = field(init=False)  # (directions, samples) of pairs, or −1
+    _lot: int = 0
+
+    def send(self, chunk: Chunk, columns: Tensor) -> None:
+        """The directions of the table, and what comes of them into `pending`."""
+        self._whole = {}
+        names, size = frozenset(self.requests), chunk.batch.size
+        live = live_uses(chunk.uses, chunk.plan, names)
+        price = direction_price(frozenset[Kind]().union(*self.requests.values()))
+        self.risk.work.add(size, FORWARD + len(columns) * price)
+        group = self.together(chunk)
+        for start in range(0, len(columns), group):
+            part = columns[start : start + group]
+            arrived = backward(chunk.outputs, live, chunk.plan, part)
+            with torch.no_grad():
+                for name, term in self.terms(chunk, live, arrived, names):
+                    self._add(name, term, start, len(part), slice(size))
+            written = self.written_out(chunk.plan, CURVATURE)
+            for rows, name, term in self.generic_terms(chunk, part, written):
+                self._add(name, term, start, len(part), rows)
+
+    def _add(self, name: str, term: Term, start: int, count: int, rows: slice) -> None:
+        wanted, weight = self.requests[name], self.weights.get(name)
+        self._place("trace", name, start, rows, term.squares(count))
+        if "diagonal" in wanted and self.apart:
+            self._more("diagonal", name, term.diagonal(None))
+        forms = wanted & FORMS.keys()
+        for d in range(count if forms else 0):
+            apart: dict[Kind, Tensor] = {}
+            for kind, value in reduce(term.direction(d), forms, weight, None, apart):
+                if kind in WHOLE and self.apart:
+                    self._more(kind, name, value)
+                self._place(kind, name, start + d, rows, apart[kind].unsqueeze(0))
+
+    def _place(self, kind: Kind, name: str, start: int, rows: slice, values: Tensor) -> None:
+        """Numbers of some directions of some of the chunk's samples."""
+        if (kind, name) not in self.pending:
+            self.pending[kind, name] = values.new_zeros(self._table.shape)
+        self.pending[kind, name][start : start + len(values), rows] = values
+
+    def _more(self, kind: Kind, name: str, value: Tensor) -> None:
+        known = self._whole.get((kind, name))
+        self._whole[kind, name] = value.double() if known is None else known.add_(value)
+
+    def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
+        real = self._table >= 0
+        self.parts.setdefault(key, []).append((self._table[real], value[real.to(value.device)]))
+        if (whole := self._whole.pop(key, None)) is not None:
+            self._put(key, whole)
+        # The diagonal comes with the trace.
+        other: tuple[Kind, str] = "diagonal", key[1]
+        if key[0] == "trace" and other in self._whole:
+            self._put(other, self._whole.pop(other))
+
+    def _put(self, key: tuple[Kind, str], value: Tensor) -> None:
+        lots = self.whole.setdefault(key, {})
+        lots[self._lot] = lots[self._lot].add_(value) if self._lot in lots else value
+
+    def part(self, key: tuple[Kind, str], count: int) -> Tensor:
+        """What came of so many pairs, not divided by the loss's normaliser; 0 where nothing did."""
+        numbers = torch.zeros(count, dtype=torch.float64)
+        for places, values in self.parts.get(key, []):
+            numbers[places] = values.cpu().double()
+        return numbers
+
+    @property
+    def keys(self) -> list[tuple[Kind, str]]:
+        """What has a number for every pair."""
+        wanted = {(kind, n) for n, kinds in self.requests.items() for kind in kinds - {"magnitude"}}
+        return sorted({(_ADDED.get(kind, kind), name) for kind, name in wanted})
+
+
 @final
 @dataclass
-class Survey(Pass):
-    """The sizes of all directions, (samples, directions), and the outputs that they are of."""
+class Survey(PairPass):
+    """The sizes of all directions, (samples, directions), the entries of the outputs that they are
+    about, and these outputs. The largest direction of every sample is sent backwards."""
 
     must_be_linear: bool = field(kw_only=True)
     sizes: list[Tensor] = field(default_factory=list)
+    entries: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     unsuited: str = ""
-    _latest: tuple[Tensor, Tensor] | None = None
+    _latest: tuple[Tensor, Tensor, Tensor] | None = None
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.requests))
 
     def measure(self, chunk: Chunk) -> Refutation | None:
-        self.risk.work.add(chunk.batch.size, FORWARD)
         count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
         if count > self.settings.max_directions:
             return Refutation(directions=count)
@@ -96,7 +191,10 @@ class Survey(Pass):
         if sides is None:
             self.unsuited = f"the directions of {self.loss.name} are not ranked"
             return None
-        self._latest = sides.sizes().cpu(), chunk.outputs.detach()
+        sizes = sides.sizes()
+        self._latest = sizes.cpu(), sides.entries().int().cpu(), chunk.outputs.detach()
+        self._table = torch.arange(self.samples, self.samples + chunk.batch.size)[None]
+        self.send(chunk, sides.chosen(sizes.argmax(1)[None]))
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -104,8 +202,9 @@ class Survey(Pass):
         if self._latest is None:
             self.unsuited = self.unsuited or "some samples have no curvature"
             return
-        sizes, outputs = self._latest
+        sizes, entries, outputs = self._latest
         self.sizes.append(sizes)
+        self.entries.append(entries)
         self.outputs.append(outputs)
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
@@ -192,16 +291,33 @@ def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     return Pairs(samples, directions, weights, chances, group[samples], folds, unit)
 
 
-def pilot(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
-    """Some pairs from below a threshold and fewer from above, all sent with length 1."""
+def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
+    """Some pairs from below a threshold and fewer from above, in group 0, and in group 1 some for
+    every entry of the outputs, whatever their sizes are; all sent with length 1."""
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
     chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
-    numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
-    samples, directions = (numbers < chances).nonzero(as_tuple=True)
+    by_size = uniforms(range(len(sizes)), sizes.shape[1], *key, 0) < chances
+    by_entry = torch.zeros_like(by_size)
+    for k in range(2):
+        numbers = uniforms(range(len(sizes)), sizes.shape[1], *key, 1 + k)
+        by_entry |= _of_each(entries[:, :, k], sizes > 0, numbers)
+    samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
     size = sizes[samples, directions]
-    none = torch.zeros_like(samples)
-    return Pairs(samples, directions, 1 / size, size / threshold, none, folds, 1.0)
+    group = (~by_size[samples, directions]).long()
+    return Pairs(samples, directions, 1 / size, size / threshold, group, folds, 1.0)
+
+
+def _of_each(entries: Tensor, there: Tensor, numbers: Tensor) -> Tensor:
+    """The few pairs of every entry of the outputs that have the least numbers."""
+    places = there.flatten().nonzero()[:, 0]
+    order = (entries.flatten()[places] + numbers.flatten()[places]).argsort()
+    counts = torch.bincount(entries.flatten()[places])
+    start = (counts.cumsum(0) - counts)[entries.flatten()[places[order]].long()]
+    few = torch.arange(len(places)) - start < _OF_EACH
+    chosen = torch.zeros(there.numel(), dtype=torch.bool)
+    chosen[places[order[few]]] = True
+    return chosen.reshape(there.shape)
 
 
 @final
@@ -282,20 +398,13 @@ def _joinable(one: Batch, other: Batch) -> bool:
 
 @final
 @dataclass
-class PackedPass(Pass):
-    """Chosen pairs of gathered samples: `parts` has a number for every pair, `whole` sums of more
-    than a number by lots, of which the first are the pairs that are certain."""
+class PackedPass(PairPass):
+    """Chosen pairs of gathered samples."""
 
     survey: Survey = field(kw_only=True)
     pairs: Pairs = field(kw_only=True)
     packing: Packing = field(kw_only=True)
-    apart: bool = field(kw_only=True)
-    parts: dict[tuple[Kind, str], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    whole: dict[tuple[Kind, str], dict[int, Tensor]] = field(default_factory=dict)
     outputs: Tensor = field(init=False)
-    _whole: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # of the chunk at hand
-    _table: Tensor = field(init=False)
-    _lot: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,24 +415,9 @@ class PackedPass(Pass):
         return self.survey.copes(plan)
 
     def measure(self, chunk: Chunk) -> Refutation | None:
-        size = chunk.batch.size
         self._lot, table = self.packing.packs[chunk.index]
-        self._table, self._whole = table[:, chunk.first : chunk.first + size], {}
-        columns = self._columns(chunk)
-        names = frozenset(self.requests)
-        live = live_uses(chunk.uses, chunk.plan, names)
-        price = direction_price(frozenset[Kind]().union(*self.requests.values()))
-        self.risk.work.add(size, FORWARD + len(columns) * price)
-        group = self.together(chunk)
-        for start in range(0, len(columns), group):
-            part = columns[start : start + group]
-            arrived = backward(chunk.outputs, live, chunk.plan, part)
-            with torch.no_grad():
-                for name, term in self.terms(chunk, live, arrived, names):
-                    self._add(name, term, start, len(part), slice(size))
-            written = self.written_out(chunk.plan, CURVATURE)
-            for rows, name, term in self.generic_terms(chunk, part, written):
-                self._add(name, term, start, len(part), rows)
+        self._table = table[:, chunk.first : chunk.first + chunk.batch.size]
+        self.send(chunk, self._columns(chunk))
         return None
 
     def _columns(self, chunk: Chunk) -> Tensor:
@@ -341,49 +435,60 @@ class PackedPass(Pass):
         root = pairs.weights[at].sqrt().to(columns)
         return columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
 
-    def _add(self, name: str, term: Term, start: int, count: int, rows: slice) -> None:
-        wanted, weight = self.requests[name], self.weights.get(name)
-        self._place("trace", name, start, rows, term.squares(count))
-        if "diagonal" in wanted and self.apart:
-            self._more("diagonal", name, term.diagonal(None))
-        forms = wanted & FORMS.keys()
-        for d in range(count if forms else 0):
-            apart: dict[Kind, Tensor] = {}
-            for kind, value in reduce(term.direction(d), forms, weight, None, apart):
-                if kind in WHOLE and self.apart:
-                    self._more(kind, name, value)
-                self._place(kind, name, start + d, rows, apart[kind].unsqueeze(0))
 
-    def _place(self, kind: Kind, name: str, start: int, rows: slice, values: Tensor) -> None:
-        """Numbers of some directions of some of the chunk's samples."""
-        if (kind, name) not in self.pending:
-            self.pending[kind, name] = values.new_zeros(self._table.shape)
-        self.pending[kind, name][start : start + len(values), rows] = values
+def gathered(done: PairPass, count: int) -> dict[tuple[Kind, str], Tensor]:
+    """What came of all pairs, in the order of samples, of which there are so many here."""
+    keys = done.keys
+    told = done.reduction.each(lambda: [done.part(key, count) for key in keys])
+    return dict(zip(keys, (torch.cat(each) for each in zip(*told, strict=True)), strict=True))
 
-    def _more(self, kind: Kind, name: str, value: Tensor) -> None:
-        known = self._whole.get((kind, name))
-        self._whole[kind, name] = value.double() if known is None else known.add_(value)
 
-    def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
-        real = self._table >= 0
-        self.parts.setdefault(key, []).append((self._table[real], value[real.to(value.device)]))
-        if (whole := self._whole.pop(key, None)) is not None:
-            self._put(key, whole)
-        # The diagonal comes with the trace.
-        other: tuple[Kind, str] = "diagonal", key[1]
-        if key[0] == "trace" and other in self._whole:
-            self._put(other, self._whole.pop(other))
+@final
+class Leading:
+    """What the largest direction of every sample gives, and what it tells of the others."""
 
-    def _put(self, key: tuple[Kind, str], value: Tensor) -> None:
-        lots = self.whole.setdefault(key, {})
-        lots[self._lot] = lots[self._lot].add_(value) if self._lot in lots else value
+    def __init__(self, survey: Survey, sizes: Tensor) -> None:
+        self.parts = gathered(survey, survey.own)
+        whole = {key: lots[0] for key, lots in survey.whole.items()}
+        self.whole = survey.reduction.totals(whole, survey.risk.device)
+        size, direction = sizes.max(1)
+        self.sizes = sizes.scatter(1, direction[:, None], 0.0)  # of all others
+        # ‖Jᵀu‖²/|u|² of every sample, of every block and of all of them.
+        self.ratios = {key: (y / size).nan_to_num(0, 0, 0) for key, y in self.sums(self.parts)}
+        self.means = {key: float(y.sum() / size.sum()) for key, y in self.sums(self.parts)}
 
-    def part(self, kind: Kind, name: str) -> Tensor:
-        """What came of every pair, not divided by the loss's normaliser; 0 where nothing did."""
-        numbers = torch.zeros(len(self.pairs.samples), dtype=torch.float64)
-        for places, values in self.parts.get((kind, name), []):
-            numbers[places] = values.cpu().double()
-        return numbers
+    @staticmethod
+    def sums(parts: Mapping[tuple[Kind, str], Tensor]) -> Iterator[tuple[tuple[Kind, str], Tensor]]:
+        """The numbers of every block, and under the name "" those of all of them."""
+        yield from parts.items()
+        for kind in sorted({kind for kind, _ in parts}):
+            yield (kind, ""), torch.stack([y for (k, _), y in parts.items() if k == kind]).sum(0)
+
+    def importance(self) -> Tensor:
+        """The sizes of all other directions, each times the ratio of its sample, relative to that
+        of all samples, in the block where that is largest: a sample with next to nothing in its
+        outputs may have much in a block."""
+        ratios = torch.full_like(self.sizes[:, 0], _LEAST_RATIO)
+        for key, ratio in self.ratios.items():
+            if self.means[key] > 0:
+                ratios = torch.maximum(ratios, ratio / self.means[key])
+        return self.sizes * ratios[:, None]
+
+    def variances(self, importance: Tensor, threshold: float) -> dict[tuple[Kind, str], float]:
+        """Those of the estimates for pairs below a threshold, if all directions of a sample had its
+        ratio. This has the pairs in it that are not drawn too."""
+        below = importance < threshold
+        size, important = self.sizes * below, importance * below
+        odds = (threshold / important - 1).nan_to_num(0, 0, 0)
+        squares = (odds * size.square()).sum(1)
+        mixed, others = (odds * size * important).sum(1), (odds * important.square()).sum()
+        whole = float(important.sum()) or 1.0
+        found = {}
+        for key, ratio in self.ratios.items():
+            mean = float((ratio * size.sum(1)).sum()) / whole
+            variance = ratio.square() @ squares - 2 * mean * (ratio @ mixed) + mean**2 * others
+            found[key] = max(0.0, float(variance))
+        return found
 
 
 def _insist_on_order(before: Tensor, now: Tensor) -> None:
@@ -399,67 +504,66 @@ def _insist_on_order(before: Tensor, now: Tensor) -> None:
 class Drawn:
     """The estimates that a pass over chosen pairs gives."""
 
-    def __init__(self, done: PackedPass, pairs: Pairs, scale: float) -> None:
+    def __init__(self, done: PackedPass, pairs: Pairs, leading: Leading, scale: float) -> None:
         self.done, self.pairs, self.scale = done, pairs, scale
         self.drawn = pairs.drawn
         self.count = int(self.drawn.sum())
         self.spared = 1 - self.pairs.chances[self.drawn]
-        wanted = {(kind, n) for n, kinds in done.requests.items() for kind in kinds - {"magnitude"}}
-        keys = sorted({(_ADDED.get(kind, kind), name) for kind, name in wanted})
-        # Pairs are in the order of samples, and samples in that of ranks.
-        told = done.reduction.each(lambda: [done.part(*key) for key in keys])
-        parts = (torch.cat(each) / scale for each in zip(*told, strict=True))
-        self.parts = dict(zip(keys, parts, strict=True))
+        every = gathered(done, len(done.pairs.samples))
+        self.parts = {key: each / scale for key, each in Leading.sums(every)}
+        self.leading = {k: float(y.sum()) / scale for k, y in Leading.sums(leading.parts)}
+        self.least = dict.fromkeys(self.parts, 0.0)  # variances
+        self.whole = leading.whole
         lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
         self.lots = done.reduction.totals(lots, done.risk.device)
 
-    def _sums(self) -> Iterator[Tensor]:
-        """What came of every pair, of every block and of all of them."""
-        yield from self.parts.values()
-        for kind in {kind for kind, _ in self.parts}:
-            yield self._sum(kind)
+    def bound(self, variances: Mapping[tuple[Kind, str], float], tolerance: float) -> None:
+        """Let no error be less than these variances say, or than a small part of the tolerance."""
+        for key, variance in variances.items():
+            finest = _FINEST * tolerance * self._total(key)
+            self.least[key] = max(variance / self.scale**2, finest**2)
 
-    def _sum(self, kind: Kind) -> Tensor:
-        return torch.stack([y for (k, _), y in self.parts.items() if k == kind]).sum(0)
+    def error(self, key: tuple[Kind, str]) -> tuple[float, float]:
+        """The standard error of a block's sum over pairs, and its degrees of freedom."""
+        total, degrees = self._variance(key)
+        return sqrt(max(total, self.least[key])), degrees
 
-    def error(self, values: Tensor) -> tuple[float, float]:
-        """The standard error of a sum over pairs, and its degrees of freedom."""
-        y = values[self.drawn]
+    def _variance(self, key: tuple[Kind, str]) -> tuple[float, float]:
+        y = self.parts[key][self.drawn]
         terms = self.spared * (y - y.mean()).square() * (self.count / (self.count - 1))
         total = float(terms.sum())
         if total <= 0:
             return 0.0, inf
-        return sqrt(total), 2 / float((terms / total).square().sum())
+        return total, 2 / float((terms / total).square().sum())
+
+    def _total(self, key: tuple[Kind, str]) -> float:
+        return float(self.parts[key].sum()) + self.leading[key]
 
     def within(self, tolerance: float) -> bool:
-        return all(self.error(y)[0] <= tolerance * abs(float(y.sum())) for y in self._sums())
+        return all(self.error(key)[0] <= tolerance * self._total(key) for key in self.parts)
 
-    def noise(self, whole: tuple[float, float] | None = None) -> float:
-        """By how much of their block's value a ratio varies, in the block where that is most.
-
-        Of a pilot, `whole` are the sizes of all pairs below and above its threshold.
-        """
+    def noise(self) -> float:
+        """By how much of their block's value a ratio varies, in the block where that is most."""
         most = 0.0
-        for y in self._sums():
-            total, low, high = float(y.sum()), y[self.drawn] / self.pairs.unit, y[~self.drawn]
-            if whole is not None:
-                total = whole[0] * float(low.mean())
-                total += whole[1] * float(high.mean()) if len(high) else 0.0
-            if total > 0 and len(low) > 1:
-                most = max(most, float(low.std()) / total)
+        for key, y in self.parts.items():
+            if (total := self._total(key)) > 0 and self.count > 1:
+                more = max(1.0, self.least[key] / (self._variance(key)[0] or inf))
+                ratios = y[self.drawn] / self.pairs.unit
+                most = max(most, float(ratios.std()) * sqrt(more) / total)
         return most
 
-    def _draws(self, whole: Tensor, lots: Tensor) -> Tensor:
+    def _draws(self, whole: Tensor, lots: Tensor, more: float) -> Tensor:
         """Independent estimates, one a group of the drawn pairs, by the groups' sums.
 
-        They scatter about their mean, the value, as the estimate does about the truth.
+        They scatter about their mean, the value, as the estimate does about the truth; `more` of
+        blocks that have errors larger than what was drawn tells.
         """
         folds = self.pairs.folds
         sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=folds) / self.count
         share = sizes.to(lots).reshape(-1, *[1] * (lots.ndim - 1))
         shrink = sqrt(float(self.spared.mean()) * self.count / (self.count - 1))
         spread: Tensor = lots - share * lots.sum(0)
-        return whole + folds * shrink * spread
+        return whole + folds * shrink * more * spread
 
     def _grouped(self, kind: Kind, name: str) -> tuple[Tensor, Tensor]:
         """A block's value, and the sums of its groups."""
@@ -467,11 +571,12 @@ class Drawn:
             y = self.parts[kind, name]
             lots = torch.zeros(self.pairs.folds, dtype=torch.float64)
             lots.index_add_(0, self.pairs.groups[self.drawn], y[self.drawn])
-            return y.sum(), lots
-        zeros, places = self.done.zeros(kind, name), range(1 + self.pairs.folds)
+            return y.sum() + self.leading[kind, name], lots
+        zeros, places = self.done.zeros(kind, name).cpu(), range(1 + self.pairs.folds)
         found = [self.lots.get((kind, name, lot), zeros).cpu() for lot in places]
         lots = torch.stack(found) / self.scale
-        return lots.sum(0), lots[1:]
+        first = self.whole.get((kind, name), zeros).cpu() / self.scale
+        return first + lots.sum(0), lots[1:]
 
     def quantity(self, kind: Kind) -> Quantity:
         result = Quantity({}, sizes=(1,) * self.pairs.folds)
@@ -479,17 +584,57 @@ class Drawn:
         if kind == "magnitude":  # of what nothing is negative in
             result.values = {name: self.done.zeros(kind, name).cpu() for name in names}
             return result
+        added = _ADDED.get(kind, kind)
         for name in names:
             value, lots = self._grouped(kind, name)
-            draws = self._draws(value, lots)
+            stderr, degrees = self.error((added, name))
+            more = stderr / (sqrt(self._variance((added, name))[0]) or inf)
+            draws = self._draws(value, lots, max(1.0, more))
             result.values[name], result.draws[name] = value, draws
             result.errors[name] = mean_error(draws, result.sizes)[1]
             if kind not in WHOLE:
-                stderr, result.freedom[name] = self.error(self.parts[kind, name])
                 result.errors[name] = torch.tensor(stderr, dtype=torch.float64)
-        whole = self._sum(_ADDED.get(kind, kind))
-        result.total_stderr, result.total_degrees = self.error(whole)
+                result.freedom[name] = degrees
+        result.total_stderr, result.total_degrees = self.error((added, ""))
         return result
+
+
+@final
+class Pilot:
+    """What a pass over few pairs tells: which entries of the outputs have large ratios, and by how
+    much the ratios vary."""
+
+    def __init__(self, drawn: Drawn, leading: Leading, entries: Tensor) -> None:
+        pairs, self.drawn = drawn.pairs, drawn
+        self.entries = entries[pairs.samples, pairs.directions]
+        self.means = torch.ones(int(entries.max()) + 1, dtype=torch.float64)
+        count = torch.bincount(self.entries.flatten(), minlength=len(self.means)).clamp(min=1)
+        for key, y in drawn.parts.items():
+            if (mean := leading.means[key] / drawn.scale) > 0:
+                sums = torch.zeros_like(self.means)
+                for each in self.entries.long().T:
+                    sums.index_add_(0, each, y)
+                self.means = torch.maximum(self.means, sums / count / mean)
+
+    def gains(self, entries: Tensor) -> Tensor:
+        """By how much the ratios of directions are larger than those of their samples, or 1."""
+        return self.means[entries.long()].amax(-1)
+
+    def noise(self, low: float, high: float) -> float:
+        """As that of what was drawn; `low` and `high` are the importance of all pairs below and
+        above the threshold."""
+        below = self.drawn.drawn & (self.drawn.pairs.groups == 0)
+        above = ~self.drawn.drawn & (self.drawn.pairs.groups == 0)
+        gains, most = self.gains(self.entries[below]), 0.0
+        for key, y in self.drawn.parts.items():
+            total = self.drawn.leading[key]
+            for weight, at in ((low, below), (high, above)):
+                total += weight * float(y[at].mean()) if bool(at.any()) else 0.0
+            if total > 0 and int(below.sum()) > 1:
+                mean = y[below].sum() / gains.sum()
+                variance = (gains * (y[below] / gains - mean).square()).sum() / gains.sum()
+                most = max(most, sqrt(float(variance)) / total)
+        return most
 
 
 @final
@@ -512,46 +657,64 @@ class AdaptiveRank:
     samples: int = field(default=0, init=False)
     rules: dict[str, set[str]] = field(default_factory=dict, init=False)
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset[Kind]().union(*self.requests.values())
+
     def run(self, stream: Iterable[Batch]) -> Drawn | Refutation | str:
         """Estimates within the tolerance; or why a sweep is no dearer."""
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
-        survey = Survey(*parts, must_be_linear=self.hessian)
+        apart = bool(self.kinds & WHOLE)
+        survey = Survey(*parts, must_be_linear=self.hessian, apart=apart)
         if refutation := survey.run(stream, self.plan):
             return refutation
-        told = self.risk.reduction.each(lambda: (survey.unsuited, survey.sizes))
+        told = self.risk.reduction.each(
+            lambda: (survey.unsuited, list(zip(survey.sizes, survey.entries, strict=True)))
+        )
         if reasons := [unsuited for unsuited, _ in told if unsuited]:
             return reasons[0]
-        self.samples, every = survey.samples, [part for _, parts in told for part in parts]
-        if len({part.shape[1] for part in every}) != 1:
+        self.samples, every = survey.samples, [each for _, parts in told for each in parts]
+        if len({each.shape[1] for each, _ in every}) != 1:
             return "samples have unlike numbers of directions"
-        sizes = torch.cat(every)
+        sizes, entries = (torch.cat(each) for each in zip(*every, strict=True))
         self.pairs = sizes.numel()
         if sizes.numel() < 8 * sum(_PILOT):
             return f"there are only {sizes.numel()} pairs of a sample and a direction"
-        population = Population(sizes)
-        if (whole := float(sizes.sum())) == 0:
+        if float(sizes.sum()) == 0:
             return "the outputs have no curvature"
-        guess = _GUESS / whole
+        return self._search(survey, sizes, entries)
+
+    def _search(self, survey: Survey, sizes: Tensor, entries: Tensor) -> Drawn | Refutation | str:
+        leading, scale = Leading(survey, sizes), divisor(self.loss, survey.normaliser)
+        self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
+        importance, noise = leading.importance(), _GUESS / float(sizes.sum())
         for attempt in range(1 + _ROUNDS):
-            threshold = population.threshold(guess, _AIM * self.settings.tolerance)
-            if threshold == 0 or not self._worth(sizes, threshold, attempt):
+            population = Population(importance)
+            threshold = population.threshold(noise, _AIM * self.settings.tolerance)
+            if threshold == 0 or not self._worth(importance, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
-            draw = choose if attempt else pilot
-            pairs = draw(sizes, threshold, self.folds, self.seed, attempt)
+            key = threshold, self.folds, self.seed, attempt
+            pairs = choose(importance, *key) if attempt else pilot(importance, entries, *key)
             done = self._pass(survey, pairs, attempt > 0)
             if isinstance(done, Refutation):
                 return done
-            estimate = Drawn(done, pairs, divisor(self.loss, survey.normaliser))
-            if attempt and estimate.within(self.settings.tolerance):
+            estimate = Drawn(done, pairs, leading, scale)
+            if attempt == 0:
+                told = Pilot(estimate, leading, entries)
+                noise = told.noise(*population.halves(threshold))
+                importance = importance * told.gains(entries)
+                continue
+            estimate.bound(leading.variances(importance, threshold), self.settings.tolerance)
+            if estimate.within(self.settings.tolerance):
                 return estimate
-            guess = estimate.noise(None if attempt else population.halves(threshold))
+            noise = estimate.noise()
         return "the tolerance was missed again and again"
 
     def _worth(self, sizes: Tensor, threshold: float, attempt: int) -> bool:
         """Whether a pass is worth its price, which is then spent; that of a pilot is small."""
         chances = (sizes / threshold).clamp(max=1)
         touched = float(1 - (1 - chances).prod(1).mean())
-        each = direction_price(frozenset[Kind]().union(*self.requests.values()))
+        each = direction_price(self.kinds)
         price = FORWARD * touched + each * float(chances.sum(1).mean())
         spent = self.spent + price / (each * sizes.shape[1])
         self.spent = spent if attempt else 0.0
@@ -560,8 +723,7 @@ class AdaptiveRank:
     def _pass(self, survey: Survey, pairs: Pairs, final: bool) -> PackedPass | Refutation:
         """One pass over chosen pairs; a pilot makes numbers alone."""
         self.sent += len(pairs.samples)
-        kinds = frozenset[Kind]().union(*self.requests.values())
-        apart = final and bool(kinds & WHOLE)
+        apart = final and bool(self.kinds & WHOLE)
         first = self.risk.offset
         pairs = pairs.among(range(first, first + survey.own))
         packing = Packing(pairs, apart)

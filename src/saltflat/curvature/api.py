@@ -77,7 +77,7 @@ def trace(
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
         the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
         is given, a trace that could be had exactly is estimated too where that is cheaper: of the
-        directions of every sample those that matter are sent backwards and a few of the rest, or
+        directions of every sample the largest, those that matter and a few of the rest, or
         random mixes of the rest where there are many (200 classes and more), until the standard
         error of every block, and of their sum, is small enough. Where it is not cheaper, or another
         block has to be estimated anyway, the trace is exact; the notes tell which.

@@ -20,7 +20,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from saltflat.curvature.adaptive import GROUPS, WHOLE, AdaptiveRank
+from saltflat.curvature.adaptive import GROUPS, LEAST_DIRECTIONS, WHOLE, AdaptiveRank
 from saltflat.curvature.contractions import Weight
 from saltflat.curvature.derivative import check_bend, check_slope
 from saltflat.curvature.estimators import (
@@ -654,7 +654,7 @@ class _Search:
         count = self._directions(first)
         if count > self.settings.max_directions and any(k & CURVATURE for k in requests.values()):
             return Refutation(directions=count)
-        if self._may_choose(requests):
+        if self._may_choose(requests, count):
             chosen = self._chosen(requests, stream)
             if isinstance(chosen, Refutation):
                 return chosen
@@ -673,7 +673,7 @@ class _Search:
         self.findings.samples = sweep.samples
         return None
 
-    def _may_choose(self, requests: Requests) -> bool:
+    def _may_choose(self, requests: Requests, count: int) -> bool:
         """Whether some of the directions will do, as far as a look at the model tells.
 
         Not where other blocks are estimated too, whose draws would have to be told apart.
@@ -682,6 +682,9 @@ class _Search:
             return False
         if self.kinds & WHOLE and not self.groups:
             self._not_chosen("single entries would have errors that do not hold")
+            return False
+        if count < LEAST_DIRECTIONS:
+            self._not_chosen("samples have too few directions to choose among")
             return False
         names = [name for name in self.risk.parameters if self._wanted(name) & CURVATURE]
         return all(not self.hessian or name not in self.plan.curved for name in names)

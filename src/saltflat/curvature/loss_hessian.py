@@ -54,6 +54,10 @@ class Factor:
         """The squared lengths of the directions, (n, count), in float64."""
         raise AssertionError("this factor is never chosen from")
 
+    def entries(self) -> Tensor:
+        """The two outputs in which every direction is largest, (n, count, 2)."""
+        raise AssertionError("this factor is never chosen from")
+
     def chosen(self, which: Tensor) -> Tensor:
         """Some directions of every sample, (D, n, …), by their numbers, (D, n); 0 for −1."""
         raise AssertionError("this factor is never chosen from")
@@ -79,7 +83,7 @@ class SoftmaxFactor(Factor):
         self.p = flat.softmax(1)
         rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
         root = loss.scale(outputs, targets).sqrt().reshape(n, 1, -1).permute(2, 1, 0)
-        at, below = self.entries(self.p[:, :-1], rest, root)
+        at, below = self.column_entries(self.p[:, :-1], rest, root)
         # Entries below c are p_j · below_c ≤ 1 though below_c alone may be beyond float32's range;
         # there p_j is 0 in float32, so a bound on below_c changes nothing.
         self.p, self.at = self.p.to(outputs.dtype), at.to(outputs.dtype)
@@ -87,7 +91,7 @@ class SoftmaxFactor(Factor):
         self.below = below.clamp(max=1e30).to(outputs.dtype) if narrow else below
 
     @staticmethod
-    def entries(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    def column_entries(p: Tensor, rest: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """The entry at c and the common factor of those below it; 0/0 of a saturated softmax is 0.
 
         One root after the other: the product of two small numbers may underflow.
@@ -140,12 +144,18 @@ class RankedSoftmax(Factor):
         self.p, self.order = flat.softmax(2).sort(2, descending=True)
         rest = self.p.flip(2).cumsum(2).flip(2)[:, :, 1:]
         root = loss.scale(outputs, targets).sqrt().reshape(n, -1, 1)
-        self.at, self.below = SoftmaxFactor.entries(self.p[:, :, :-1], rest, root)
+        self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :, :-1], rest, root)
         self.count = self.at[0].numel()
 
     def sizes(self) -> Tensor:
         squares = self.p.square().flip(2).cumsum(2).flip(2)[:, :, 1:]
         return (self.at.square() + self.below.square() * squares).flatten(1)
+
+    def entries(self) -> Tensor:
+        positions, classes = self.p.shape[1:]
+        first = torch.arange(positions, device=self.order.device)[:, None] * classes
+        every = first + self.order
+        return torch.stack([every[:, :, :-1], every[:, :, 1:]], -1).flatten(1, 2)
 
     def chosen(self, which: Tensor) -> Tensor:
         positions, classes = self.p.shape[1:]
@@ -194,7 +204,7 @@ class SoftmaxSketch(Factor):
         high = self.p.gather(-1, self.order).double()
         tails = torch.cat([high, self.rest.double()], -1).flip(-1).cumsum(-1).flip(-1)
         one = torch.ones((), dtype=high.dtype, device=high.device)
-        at, below = SoftmaxFactor.entries(high, tails[..., 1:], one)
+        at, below = SoftmaxFactor.column_entries(high, tails[..., 1:], one)
         self.at, self.below = at.to(self.p), below.clamp(max=1e30).to(self.p)
 
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -237,6 +247,10 @@ class DiagonalFactor(Factor):
 
     def sizes(self) -> Tensor:
         return self.root.double().square().flatten(1)[:, : self.count]
+
+    def entries(self) -> Tensor:
+        every = torch.arange(self.count, device=self.root.device)[:, None]
+        return every.expand(len(self.root), -1, 2)
 
     def chosen(self, which: Tensor) -> Tensor:
         index, flat = which.clamp(min=0).T, self.root.flatten(1)
