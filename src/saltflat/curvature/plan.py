@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from saltflat.curvature.contractions import Term, combine
 from saltflat.curvature.derivative import check_derivative, check_unreached
 from saltflat.curvature.loss_hessian import lacks_derivative
 from saltflat.curvature.proof import InPlace, Proof, prove
@@ -255,45 +254,63 @@ def leaf_shapes(batch: Batch) -> Hashable:
 def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
     """Look at the model on all samples of a (small) batch."""
     with full_precision(risk.device):
-        with Recorder(risk.leaves) as recorder:
-            outputs = risk.forward(batch)
-        risk.check(outputs, batch)
-        uses = recorder.uses
-        is_coupled = _coupled_not_random(risk, batch, outputs)
-        proof = proof_of(risk, batch, outputs)
-        names = list(risk.parameters)
-        check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
-        rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
-        dormant, probed = frozenset[str](), frozenset[str]()
-        if outputs.requires_grad:
-            fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
-            rules, dims, dormant = fast.rules, fast.dims, fast.dormant
-            padded = {
-                use.names["weight"]
-                for use in uses
-                if isinstance(use, EmbeddingUse) and use.padding is not None
-            }
-            given = {n: g for n, g in fast.gradients.items() if n not in padded}
-            check_derivative(risk, batch, fast.cotangent, given)
-            if certify == "probe":
-                probed = _seemingly_linear(risk, outputs, proof.curved)
-        return Plan(
-            coupled=is_coupled,
-            rules=rules,
-            dims=dims,
-            matrices=weight_matrices(risk, rules, uses),
-            curved=proof.curved,
-            given=proof.given,
-            probed=probed,
-            reached=proof.reached,
-            dormant=dormant,
-            signature=signature(uses),
-            trail=proof.trail,
-            narrow=proof.narrow,
-            log_probabilities=proof.log_probabilities,
-            channels_last=_bears_channels_last(risk, batch, outputs),
-            **_sizes(batch, outputs, uses),
-        )
+        plan, slopes = _examine_graph(risk, batch, certify)
+        # The graph is gone: what follows has the memory that it took.
+        if slopes is not None:
+            check_derivative(risk, batch, *slopes)
+        bears = _bears_channels_last(risk, batch, plan.sample_outputs)
+        return replace(plan, channels_last=bears)
+
+
+def _examine_graph(
+    risk: Risk, batch: Batch, certify: Certify
+) -> tuple[Plan, tuple[Tensor, dict[str, Tensor]] | None]:
+    """What one forward pass and its graph show, but for the layout that the model bears; and a
+    cotangent with the gradients that autograd gives for it."""
+    with Recorder(risk.leaves) as recorder:
+        outputs = risk.forward(batch)
+    risk.check(outputs, batch)
+    uses = recorder.uses
+    is_coupled = _coupled_not_random(risk, batch, outputs)
+    proof = proof_of(risk, batch, outputs)
+    names = list(risk.parameters)
+    check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
+    rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+    dormant, probed, slopes = frozenset[str](), frozenset[str](), None
+    if outputs.requires_grad:
+        fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
+        rules, dims, dormant = fast.rules, fast.dims, fast.dormant
+        slopes = fast.cotangent, _without_padded(fast.gradients, uses)
+        if certify == "probe":
+            probed = _seemingly_linear(risk, outputs, proof.curved)
+    plan = Plan(
+        coupled=is_coupled,
+        rules=rules,
+        dims=dims,
+        matrices=weight_matrices(risk, rules, uses),
+        curved=proof.curved,
+        given=proof.given,
+        probed=probed,
+        reached=proof.reached,
+        dormant=dormant,
+        signature=signature(uses),
+        trail=proof.trail,
+        narrow=proof.narrow,
+        log_probabilities=proof.log_probabilities,
+        channels_last=False,
+        **_sizes(batch, outputs, uses),
+    )
+    return plan, slopes
+
+
+def _without_padded(gradients: Mapping[str, Tensor], uses: Sequence[Use]) -> dict[str, Tensor]:
+    """The gradients but for those of tables with a padding row, which autograd leaves at 0."""
+    padded = {
+        use.names["weight"]
+        for use in uses
+        if isinstance(use, EmbeddingUse) and use.padding is not None
+    }
+    return {n: g for n, g in gradients.items() if n not in padded}
 
 
 def in_place_writes(risk: Risk, batch: Batch) -> Callable[[], frozenset[str]]:
@@ -369,8 +386,9 @@ def fast_rules(
     open_ = {name for name, size in sizes.items() if size > 0}
     dormant = frozenset(sizes) - open_
     for dim in (0, 1):
-        offers = _offers(uses, deltas, Rows(size, dim), open_)
-        for name, rule in _agreeing(offers, weights, given, proof.narrow).items():
+        truths = {name: given[name] for name in open_}
+        offers = _offers(uses, deltas, Rows(size, dim), weights, truths)
+        for name, rule in _agreeing(offers, truths, proof.narrow).items():
             rules[name], dims[name] = rule, dim
             open_.discard(name)
     # Also where what comes back is but rounding, as at the bias of an attention's keys.
@@ -403,8 +421,8 @@ def _rules_asleep(
     edges, cotangents = [use.edge for use in uses], [_cotangent(use, generator) for use in uses]
     both = _pulled(edges, [*edges, *[parameters[n] for n in names]], cotangents)
     truth = {n: g for n, g in zip(names, both[len(edges) :], strict=True) if g is not None}
-    offers = _offers(uses, both[: len(edges)], rows, set(truth))
-    return _agreeing(offers, outputs.new_ones(rows.count), truth, proof.narrow)
+    offers = _offers(uses, both[: len(edges)], rows, outputs.new_ones(rows.count), truth)
+    return _agreeing(offers, truth, proof.narrow)
 
 
 def _cotangent(use: Use, generator: torch.Generator) -> Tensor:
@@ -447,40 +465,49 @@ def _pulled(outputs: Any, sources: Sequence[Any], cotangent: Any) -> Sequence[Te
         ) from error
 
 
-Offers = dict[str, list[tuple[Use, Term]]]
+Offers = dict[str, tuple[str, Tensor]]  # parameter -> rule, Σ_i a_i G_i over all of its uses
 
 
 def _offers(
-    uses: Sequence[Use], deltas: Sequence[Tensor | None], rows: Rows, wanted: set[str]
+    uses: Sequence[Use],
+    deltas: Sequence[Tensor | None],
+    rows: Rows,
+    weights: Tensor,
+    truth: Mapping[str, Tensor],
 ) -> Offers:
-    """What the uses of the wanted parameters make of the deltas, with samples along `rows`."""
+    """What the uses make of the deltas, with samples along `rows` that have these weights, where
+    that has the shape of the truth.
+
+    One use at a time: the terms of a convolution hold all of its patches.
+    """
     offers: Offers = {}
     refused = set[str]()
     for use, delta in zip(uses, deltas, strict=True):
-        if delta is None or not wanted & set(use.names.values()):
+        if delta is None or not truth.keys() & set(use.names.values()):
             continue
         if not fits(use, rows):
             refused |= set(use.names.values())
             continue
         with torch.no_grad():
-            terms = list(use.terms([use.keep(delta.detach(), rows)], rows))
-        for name, term in terms:
-            offers.setdefault(name, []).append((use, term))
-    return {n: terms for n, terms in offers.items() if n in wanted and n not in refused}
+            for name, term in use.terms([use.keep(delta.detach(), rows)], rows):
+                value = term.weighted(weights) if name in truth else None
+                if value is None or value.shape != truth[name].shape:
+                    refused.add(name)
+                    continue
+                rule, known = offers.get(name, (use.rule, None))
+                offers[name] = rule, value if known is None else known + value
+    return {n: offer for n, offer in offers.items() if n not in refused}
 
 
-def _agreeing(
-    offers: Offers, weights: Tensor, truth: Mapping[str, Tensor], narrow: torch.dtype
-) -> dict[str, str]:
-    """The rules that give what autograd gives, and not nothing, for samples with these weights."""
-    with torch.no_grad():
-        sums = {n: combine([t for _, t in o]).weighted(weights) for n, o in offers.items()}
-    fitting = [n for n, value in sums.items() if value.shape == truth[n].shape]
-    found = _largest([sums[n] - truth[n] for n in fitting] + [truth[n] for n in fitting])
+def _agreeing(offers: Offers, truth: Mapping[str, Tensor], narrow: torch.dtype) -> dict[str, str]:
+    """The rules that give what autograd gives, and not nothing; what they give is let go of."""
+    rules = {name: rule for name, (rule, _) in offers.items()}
+    differences = [offers.pop(name)[1] - truth[name] for name in rules]
+    found = _largest(differences + [truth[name] for name in rules])
     room = 1e-9 if narrow == torch.float64 else 1e-3
-    errors, sizes = found[: len(fitting)], found[len(fitting) :]
-    agree = (size > 0 and e <= room * size for e, size in zip(errors, sizes, strict=True))
-    return {n: offers[n][0][0].rule for n, yes in zip(fitting, agree, strict=True) if yes}
+    pairs = zip(found[: len(rules)], found[len(rules) :], strict=True)
+    agree = (size > 0 and error <= room * size for error, size in pairs)
+    return {n: rule for (n, rule), yes in zip(rules.items(), agree, strict=True) if yes}
 
 
 def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
