@@ -45,8 +45,7 @@ class _Comparison:
 # its share of the slope, which at one of the steps is small. What is detached in part must not be.
 _FINE = _Comparison((1e-6, 1e-5, 1e-4, 1e-7, 1e-8), 1e-5)
 _QUICK = _Comparison((2e-5,), 1e-3)  # a ReLU changes sides in one check of ten
-# Where a network has millions of ReLUs, some change sides in all but the smallest of steps.
-_LOCAL = tuple(_Comparison((step,), _FINE.tolerance) for step in (1e-8, 1e-6))
+_NEAR = _Comparison((1e-9,), 1e-5)  # of millions of ReLUs, few change sides
 _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
 
@@ -56,8 +55,9 @@ def check_derivative(
     """Refuse a model whose gradients of ⟨cotangent, outputs⟩ are not its slopes.
 
     Asked first where the model stands, of some rows of every parameter, in its own precision and
-    then in float64, which settles it for most. If that does not agree, of all entries and a little
-    way off, where no ReLU or maximum has a tie.
+    then in float64, which settles it for most: a large network has ReLUs whose sides rounding and
+    steps change, and takes float64 gradients and the smallest step. If that does not agree, of all
+    entries and a little way off, where no ReLU or maximum has a tie.
     """
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
@@ -78,7 +78,7 @@ def check_derivative(
         return
     try:
         wide = question.widened()
-        if single and any(replace(wide, how=how).agrees_here(gradients) for how in _LOCAL):
+        if single and wide.agrees_nearby(gradients):
             return
         _move(wide.risk)
         blamed = wide.disagreeing(gradients)
@@ -428,6 +428,14 @@ class _Question:
         finally:
             _bind(self.risk.parameters, own)
 
+    def agrees_nearby(self, gradients: Mapping[str, Tensor]) -> bool:
+        """The same in float64, of gradients in fewer digits and then of its own."""
+        near = replace(self, how=_NEAR)
+        if near.agrees_here(gradients):
+            return True
+        own, _, _ = self.gradients(gradients)
+        return near.agrees_here(own) or self.agrees_here(own)
+
     def agrees_somehow(self, gradients: Mapping[str, Tensor], single: bool) -> bool:
         """The same at one of more steps: where the model cannot be run in float64."""
         how = _COARSE if single else self.how
@@ -448,18 +456,22 @@ class _Question:
             for step in self.how.steps
         )
 
-    def disagreeing(self, names: Collection[str]) -> dict[str, tuple[float, float]]:
-        """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
-        parameters = self.risk.parameters
+    def gradients(self, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, torch.dtype]:
+        """What autograd says, the outputs, and the least precise type on the way to them."""
         with Safe():
             outputs = self.risk.forward(self.batch)
-        moved = {n: p for n, p in parameters.items() if n in names}
+        moved = {n: p for n, p in self.risk.parameters.items() if n in names}
+        narrow = narrowest(outputs)
         slopes = torch.autograd.grad(
             outputs, list(moved.values()), self.cotangent, materialize_grads=True
         )
-        gradients = dict(zip(moved, slopes, strict=True))
-        size = float((outputs.detach() * self.cotangent).abs().double().sum())
-        narrow = narrowest(outputs)
+        return dict(zip(moved, slopes, strict=True)), outputs.detach(), narrow
+
+    def disagreeing(self, names: Collection[str]) -> dict[str, tuple[float, float]]:
+        """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
+        parameters = self.risk.parameters
+        gradients, outputs, narrow = self.gradients(names)
+        size = float((outputs * self.cotangent).abs().double().sum())
         rounding = 64 * float(torch.finfo(narrow).eps) * size
         if torch.finfo(narrow).eps > torch.finfo(outputs.dtype).eps and self.how is not _COARSE:
             return replace(self, how=_COARSE).disagreeing(names)
