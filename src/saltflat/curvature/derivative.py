@@ -50,14 +50,20 @@ _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
 
 def check_derivative(
-    risk: Risk, batch: Batch, cotangent: Tensor, gradients: Mapping[str, Tensor]
+    risk: Risk,
+    batch: Batch,
+    cotangent: Tensor,
+    gradients: Mapping[str, Tensor],
+    *,
+    together: int | None = None,
 ) -> None:
     """Refuse a model whose gradients of ⟨cotangent, outputs⟩ are not its slopes.
 
     Asked first where the model stands, of some rows of every parameter, in its own precision and
     then in float64, which settles it for most: a large network has ReLUs whose sides rounding and
     steps change, and takes float64 gradients and the smallest step. If that does not agree, of all
-    entries and a little way off, where no ReLU or maximum has a tie.
+    entries and a little way off, where no ReLU or maximum has a tie. `together` is how many samples
+    may be taken at a time, if not all.
     """
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
@@ -78,7 +84,7 @@ def check_derivative(
         return
     try:
         wide = question.widened()
-        if single and wide.agrees_nearby(gradients):
+        if single and wide.agrees_nearby(gradients, together or batch.size):
             return
         _move(wide.risk)
         blamed = wide.disagreeing(gradients)
@@ -428,13 +434,21 @@ class _Question:
         finally:
             _bind(self.risk.parameters, own)
 
-    def agrees_nearby(self, gradients: Mapping[str, Tensor]) -> bool:
-        """The same in float64, of gradients in fewer digits and then of its own."""
-        near = replace(self, how=_NEAR)
-        if near.agrees_here(gradients):
+    def agrees_nearby(self, gradients: Mapping[str, Tensor], together: int) -> bool:
+        """The same in float64: of these gradients, or of its own for some samples at a time."""
+        if replace(self, how=_NEAR).agrees_here(gradients):
             return True
-        own, _, _ = self.gradients(gradients)
-        return near.agrees_here(own) or self.agrees_here(own)
+        return all(part.agrees_with_its_own(gradients) for part in self.parts(together))
+
+    def agrees_with_its_own(self, names: Collection[str]) -> bool:
+        own, _, _ = self.gradients(names)
+        return replace(self, how=_NEAR).agrees_here(own) or self.agrees_here(own)
+
+    def parts(self, together: int) -> Iterator[_Question]:
+        for start in range(0, self.batch.size, together):
+            stop = min(start + together, self.batch.size)
+            some = self.batch.part(start, stop)
+            yield replace(self, batch=some, cotangent=self.cotangent[start:stop])
 
     def agrees_somehow(self, gradients: Mapping[str, Tensor], single: bool) -> bool:
         """The same at one of more steps: where the model cannot be run in float64."""

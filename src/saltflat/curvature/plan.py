@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 from typing import Any, Literal, final
 
 import torch
@@ -41,8 +41,8 @@ from saltflat.session import full_precision, reduced_precision
 
 Certify = Literal["proof", "probe", "none"]
 
-# On a CPU: a chunk's bytes, and those of weights above which it takes more than the least.
-_LEAST, _MOST, _UNIT = 1 << 26, 1 << 30, 1 << 20
+# On a CPU: a chunk's bytes, and what their square is of the bytes of the weights.
+_LEAST, _MOST, _SCALE = 1 << 26, 1 << 30, 3 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Settings:
 
         A chunk reads every weight once for every direction, so large weights want large chunks;
         for small ones a chunk that stays near the processor's cache is as fast. By the square root,
-        a network of the CIFAR kind gets the fewest samples with which its backward passes are as
-        fast as with all: 8 for a ResNet-18 (43 MiB), 4 for a WideResNet-16-4 (11 MiB).
+        networks for CIFAR get about the fewest samples with which backward passes are as fast as
+        with all: 8 for a ResNet-18 (43 MiB), 4 for a WideResNet-16-4 (11 MiB).
         """
         if self.memory_budget is not None:
             return self.memory_budget
@@ -74,7 +74,7 @@ class Settings:
             # What torch has set aside and not given out is free too.
             idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return int((torch.cuda.mem_get_info(device)[0] + idle) // 2)
-        return min(_MOST, max(_LEAST, int(_LEAST * (weights / _UNIT) ** 0.5)))
+        return min(_MOST, max(_LEAST, isqrt(weights * _SCALE)))
 
 
 GENERIC = "per-sample"
@@ -237,6 +237,7 @@ def _examine_some(risk: Risk, batch: Batch, size: int, certify: Certify) -> Plan
 
 
 _LOOK = 8  # samples to look at: what only others pass through is not compared with differences
+_FEW = 2  # of these, for what takes the most memory
 _ENOUGH = 32  # samples to look through for one that moves every parameter
 
 
@@ -259,7 +260,8 @@ def examine(risk: Risk, batch: Batch, certify: Certify) -> Plan:
         plan, slopes = _examine_graph(risk, batch, certify)
         # The graph is gone: what follows has the memory that it took.
         if slopes is not None:
-            check_derivative(risk, batch, *slopes)
+            together = None if plan.coupled else _FEW
+            check_derivative(risk, batch, *slopes, together=together)
         bears = _bears_channels_last(risk, batch, plan.sample_outputs)
         return replace(plan, channels_last=bears)
 
