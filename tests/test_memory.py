@@ -164,7 +164,8 @@ def images(n: int) -> tuple[Tensor, Tensor]:
 
 def test_the_look_lets_go_of_its_graph(monkeypatch) -> None:
     """Before the derivative is checked, and of a layer's patches before the next layer's."""
-    graphs, patches, counts = [], [], []
+    graphs, counts = [], []
+    patches: list[weakref.ref[Tensor]] = []
 
     class Watched(nn.Module):
         def __init__(self) -> None:
@@ -180,7 +181,8 @@ def test_the_look_lets_go_of_its_graph(monkeypatch) -> None:
     def terms(use, deltas, rows):
         counts.append(sum(ref() is not None for ref in patches))
         for name, term in whole(use, deltas, rows):
-            patches.append(weakref.ref(term.right if isinstance(term, Outer) else term.values))
+            if isinstance(term, Outer):
+                patches.append(weakref.ref(term.right))
             yield name, term
             del term
 
