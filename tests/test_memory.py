@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from agree import agrees
@@ -10,6 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saltflat as sf
+from saltflat.curvature import plan, sweep
+from saltflat.curvature.contractions import Outer
+from saltflat.curvature.derivative import _Question
+from saltflat.curvature.rules import ConvUse
 
 FULL = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
@@ -139,3 +145,103 @@ def test_memory_does_not_grow_with_n() -> None:
         largest.append(max(seen))
     assert largest[1] <= max(largest[0], 64)
     assert largest[1] < 512
+
+
+def deep(layers: int, channels: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, channels, 3, padding=1), nn.ReLU()]
+    for _ in range(layers):
+        body += [nn.Conv2d(channels, channels, 3, padding=1, bias=False)]
+        body += [nn.BatchNorm2d(channels), nn.ReLU()]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+def images(n: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, 32, 32, generator=generator)
+    return x, torch.randint(10, (n,), generator=generator)
+
+
+def test_the_look_lets_go_of_its_graph(monkeypatch) -> None:
+    """Before the derivative is checked, and of a layer's patches before the next layer's."""
+    graphs, counts = [], []
+    patches: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = deep(2, channels=4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body[:2](x)
+            if h.requires_grad:
+                graphs.append(weakref.ref(h))
+            return self.body[2:](h)
+
+    def terms(use, deltas, rows):
+        counts.append(sum(ref() is not None for ref in patches))
+        for name, term in whole(use, deltas, rows):
+            if isinstance(term, Outer):
+                patches.append(weakref.ref(term.right))
+            yield name, term
+            del term
+
+    def check(*args, **kwargs) -> None:
+        assert graphs, "negative control: there was a graph"
+        graphs.append(sum(ref() is not None for ref in graphs))
+
+    whole = ConvUse.terms
+    monkeypatch.setattr(ConvUse, "terms", terms)
+    monkeypatch.setattr(plan, "check_derivative", check)
+    sf.trace(Watched(), images(8))
+    assert next(count for count in graphs if isinstance(count, int)) == 0
+    looked = counts[:3]
+    assert max(looked) <= 1  # of the layer before
+
+
+def test_a_deep_network_is_settled_by_rows(monkeypatch) -> None:
+    """Rounding and steps move some of its ReLUs; float64 copies of everything are not needed."""
+    sizes = []
+
+    def gradients(question, names):
+        sizes.append(question.batch.size)
+        return whole(question, names)
+
+    def disagreeing(question, names):
+        raise AssertionError("all entries were moved")
+
+    whole = _Question.gradients
+    monkeypatch.setattr(_Question, "gradients", gradients)
+    monkeypatch.setattr(_Question, "disagreeing", disagreeing)
+    model, data = deep(12).eval(), images(8)
+    sf.trace(model, data)
+    sf.trace(model, data, parameters=["0.weight", "36.weight"])
+    assert set(sizes) <= {2}
+
+
+def test_groups_of_directions_are_even(monkeypatch) -> None:
+    """9 directions where 8 fit: 5 and 4, as the largest group is what takes memory."""
+    groups = []
+
+    def sent(outputs, uses, plan, columns):
+        groups.append(len(columns))
+        return backward(outputs, uses, plan, columns)
+
+    backward = sweep.backward
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 10)).double()
+    data = torch.randn(4, 3).double(), torch.tensor([0, 3, 9, 3])
+    want = sf.trace(model, data)
+    monkeypatch.setattr(sweep, "backward", sent)
+    monkeypatch.setattr(sweep.Pass, "together", lambda self, chunk: 8)
+    assert dict(sf.trace(model, data)) == pytest.approx(dict(want), rel=1e-12)
+    assert groups == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("weights", "budget"), [(0, 64), (1 << 20, 64), (45 << 20, 371), (1 << 40, 1024)]
+)
+def test_a_chunk_grows_with_the_root_of_the_weights(weights: int, budget: int) -> None:
+    cpu = torch.device("cpu")
+    assert plan.Settings().budget(cpu, weights) >> 20 == budget
+    assert plan.Settings(memory_budget=7).budget(cpu, weights) == 7

@@ -518,10 +518,14 @@ class Outer(Term):
         return self.layout.assemble(torch.stack([delta @ inner for delta in self.left]))
 
     def weighted(self, weights: Tensor | None) -> Tensor:
-        left = self.left[0].to(self.right)
-        if weights is not None:
-            left = left * weights.to(self.right)[:, None, None, None]
-        return self.layout.assemble(_side_by_side(left) @ _side_by_side(self.right).mT)
+        (a, positions), b = self.left[0].shape[2:], self.right.shape[2]
+        result = self.right.new_zeros(self.right.shape[1], a, b)
+        for rows in row_blocks(self.right, positions * (2 * a + b)):
+            left = self.left[0][rows].to(self.right)
+            if weights is not None:
+                left = left * weights[rows].to(self.right)[:, None, None, None]
+            result.baddbmm_(_side_by_side(left), _side_by_side(self.right[rows]).mT)
+        return self.layout.assemble(result)
 
     def traces(self, sign: Tensor | None) -> Tensor:
         left, right = self.left, self.right

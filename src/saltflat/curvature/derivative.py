@@ -46,6 +46,7 @@ class _Comparison:
 # its share of the slope, which at one of the steps is small. What is detached in part must not be.
 _FINE = _Comparison((1e-6, 1e-5, 1e-4, 1e-7, 1e-8), 1e-5)
 _QUICK = _Comparison((2e-5,), 1e-3)  # a ReLU changes sides in one check of ten
+_NEAR = _Comparison((1e-9,), 1e-5)  # of millions of ReLUs, few change sides
 _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
 
 
@@ -55,14 +56,18 @@ def check_derivative(
     cotangent: Tensor,
     gradients: Mapping[str, Tensor],
     largest: Mapping[str, float],
+    *,
+    together: int | None = None,
 ) -> None:
     """Refuse a model whose gradients of ⟨cotangent, outputs⟩ are not its slopes.
 
     `largest` are the gradients' largest entries, NaN where one is.
 
     Asked first where the model stands, of some rows of every parameter, in its own precision and
-    then in float64, which settles it for most. If that does not agree, of all entries and a little
-    way off, where no ReLU or maximum has a tie.
+    then in float64, which settles it for most: a large network has ReLUs whose sides rounding and
+    steps change, and takes float64 gradients and the smallest step. If that does not agree, of all
+    entries and a little way off, where no ReLU or maximum has a tie. `together` is how many samples
+    may be taken at a time, if not all.
     """
     gradients = {name: g for name, g in gradients.items() if g.numel()}
     if risk.differentiable or not gradients:
@@ -83,7 +88,7 @@ def check_derivative(
         return
     try:
         wide = question.widened()
-        if single and wide.agrees_here(gradients):
+        if single and wide.agrees_nearby(gradients, together or batch.size):
             return
         _move(wide.risk)
         blamed = wide.disagreeing(gradients)
@@ -449,10 +454,10 @@ class _Question:
     ) -> float:
         """The central difference along a direction of `moved`."""
         ends, cotangent = [], self.cotangent.double()
-        with _shifting(moved, direction) as shift:
+        with _shifting(moved, direction) as shift, torch.no_grad():
             for signed in (step, -step):
                 shift(signed)
-                outputs = self.risk.forward(self.batch, Safe()).detach()
+                outputs = self.risk.forward(self.batch, Safe())
                 ends.append(float((outputs.double() * cotangent).sum()))
         return (ends[0] - ends[1]) / (2 * step)
 
@@ -469,6 +474,22 @@ class _Question:
             )
         finally:
             _bind(self.risk.parameters, own)
+
+    def agrees_nearby(self, gradients: Mapping[str, Tensor], together: int) -> bool:
+        """The same in float64: of these gradients, or of its own for some samples at a time."""
+        if replace(self, how=_NEAR).agrees_here(gradients):
+            return True
+        return all(part.agrees_with_its_own(gradients) for part in self.parts(together))
+
+    def agrees_with_its_own(self, names: Collection[str]) -> bool:
+        own, _, _ = self.gradients(names)
+        return replace(self, how=_NEAR).agrees_here(own) or self.agrees_here(own)
+
+    def parts(self, together: int) -> Iterator[_Question]:
+        for start in range(0, self.batch.size, together):
+            stop = min(start + together, self.batch.size)
+            some = self.batch.part(start, stop)
+            yield replace(self, batch=some, cotangent=self.cotangent[start:stop])
 
     def agrees_somehow(self, gradients: Mapping[str, Tensor], single: bool) -> bool:
         """The same at one of more steps: where the model cannot be run in float64."""
@@ -490,17 +511,21 @@ class _Question:
             for step in self.how.steps
         )
 
-    def disagreeing(self, names: Collection[str]) -> dict[str, tuple[float, float]]:
-        """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
-        parameters = self.risk.parameters
+    def gradients(self, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, torch.dtype]:
+        """What autograd says, the outputs, and the least precise type on the way to them."""
         outputs = self.risk.forward(self.batch, Safe())
-        moved = {n: p for n, p in parameters.items() if n in names}
+        moved = {n: p for n, p in self.risk.parameters.items() if n in names}
+        narrow = narrowest(outputs)
         slopes = torch.autograd.grad(
             outputs, list(moved.values()), self.cotangent, materialize_grads=True
         )
-        gradients = dict(zip(moved, slopes, strict=True))
-        size = float((outputs.detach() * self.cotangent).abs().double().sum())
-        narrow = narrowest(outputs)
+        return dict(zip(moved, slopes, strict=True)), outputs.detach(), narrow
+
+    def disagreeing(self, names: Collection[str]) -> dict[str, tuple[float, float]]:
+        """The parameters along which slope and gradient differ: name -> (slope, autograd's)."""
+        parameters = self.risk.parameters
+        gradients, outputs, narrow = self.gradients(names)
+        size = float((outputs * self.cotangent).abs().double().sum())
         rounding = 64 * float(torch.finfo(narrow).eps) * size
         if torch.finfo(narrow).eps > torch.finfo(outputs.dtype).eps and self.how is not _COARSE:
             return replace(self, how=_COARSE).disagreeing(names)

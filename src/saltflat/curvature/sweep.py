@@ -699,13 +699,14 @@ class ExactPass(Pass):
         return None if found is None else found.scaled(share**2 if kind == "fisher" else share)
 
     def _directions(self, chunk: Chunk) -> Iterator[Directions]:
-        """The loss's gradient and the columns of its Hessian, in groups that fit the budget."""
+        """The loss's gradient and its Hessian's columns, in even groups that fit the budget."""
         if self.wants(FISHER):
             yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
         if not self.wants(CURVATURE):
             return
         sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=self.top > 0, top=self.top)
-        group = self.together(chunk)
+        groups = max(1, -(-sides.count // self.together(chunk)))
+        group = max(1, -(-sides.count // groups))
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
