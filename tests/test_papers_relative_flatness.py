@@ -249,8 +249,8 @@ def test_shapes_are_the_same_in_coarser_volumes() -> None:
     fine, coarse = synthetic_shapes(2, 1), synthetic_shapes(2, 1, side=32)
     for one, other in zip(fine, coarse, strict=True):
         assert other.shape[1:] == (1, 32, 32, 32)
-        shares = [each.mean((1, 2, 3, 4)) for each in (one, other)]  # of voxels in the shape
-        assert torch.allclose(*shares, rtol=0.1)
+        share, expected = (each.mean((1, 2, 3, 4)) for each in (other, one))  # of all voxels
+        assert torch.allclose(share, expected, rtol=0.1)
 
 
 def test_table_2_regularizes_what_decodes_the_latent_variables() -> None:

@@ -45,8 +45,7 @@ def decays(*at: float, by: float) -> Schedule:
 
 def last_linear(model: nn.Module) -> str:
     """The name of the last linear layer."""
-    *_, last = (name for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return last
+    return [name for name, each in model.named_modules() if isinstance(each, nn.Linear)][-1]
 
 
 @final
