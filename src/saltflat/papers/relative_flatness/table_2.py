@@ -225,5 +225,5 @@ TABLE_2 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 5},
+    minutes={"small": 3},
 )

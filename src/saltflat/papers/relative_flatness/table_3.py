@@ -274,5 +274,5 @@ TABLE_3 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 5},
+    minutes={"small": 3},
 )
