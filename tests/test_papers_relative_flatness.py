@@ -363,6 +363,10 @@ def test_table_3_fine_tunes_with_and_without_fam(pairs) -> None:
     assert "MiniLM" in rows["RTE, baseline: accuracy, %, mean"].note
     gain = rows["RTE, FAM: more than the baseline's accuracy, points"]
     assert gain.ours == pytest.approx(regularized["accuracy"] - plain["accuracy"])
+    rises = [each["dev_losses"][-1] - min(each["dev_losses"]) for each in (plain, regularized)]
+    assert rows["RTE, baseline: rise of the development loss"].ours == pytest.approx(rises[0])
+    more = rows["RTE, FAM: more than the baseline's rise of the development loss"]
+    assert more.ours == pytest.approx(rises[1] - rises[0])
     assert len(table_3.draw(runs).axes[0].lines) == 2
 
 
