@@ -45,7 +45,8 @@ def decays(*at: float, by: float) -> Schedule:
 
 def last_linear(model: nn.Module) -> str:
     """The name of the last linear layer."""
-    return [name for name, each in model.named_modules() if isinstance(each, nn.Linear)][-1]
+    names: list[str] = [n for n, each in model.named_modules() if isinstance(each, nn.Linear)]
+    return names[-1]
 
 
 @final
