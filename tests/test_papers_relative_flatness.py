@@ -278,6 +278,16 @@ def test_scores_of_two_cubes() -> None:
     assert math.isnan(nothing[1])
 
 
+def test_what_the_mean_of_the_training_shapes_has() -> None:
+    """As it is said of the small size."""
+    small = table_2.runs("small")[0]
+    shapes = synthetic_shapes(small["train"], small["test"], side=small["side"])
+    mean = (shapes.train.mean(0) > 0.5)[0].numpy()
+    dice = np.mean([table_2.scored(mean, shape[0].numpy() > 0)[0] for shape in shapes.test])
+    assert round(float(dice), 2) == 0.42
+    assert "has 0.42" in table_2.TABLE_2.changed[-1]
+
+
 def test_dice_loss_is_one_less_the_similarity() -> None:
     shapes = synthetic_shapes(2, 1).train
     sure = 100.0 * (2 * shapes - 1)
