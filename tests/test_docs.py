@@ -20,6 +20,7 @@ from saltflat.cli.app import app
 from saltflat.cli.running import EXIT_CODES
 from saltflat.curvature import Kind
 from saltflat.measures import MEASURES
+from saltflat.papers import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -54,6 +55,9 @@ def test_links_lead_somewhere(path: Path) -> None:
         if "examples/" in target:
             made = "GALLERY_HEADER.rst" if target.endswith("index.rst") else Path(target).stem
             assert list((DOCS / "gallery").glob(f"{made}*")), target
+        elif target.startswith("reproduced/"):  # a page that is made of the results, one a paper
+            paper = target.removeprefix("reproduced/").removesuffix(".md")
+            assert any(name.startswith(f"{paper}/") for name in EXPERIMENTS), target
         else:
             assert (path.parent / target).is_file(), target
 

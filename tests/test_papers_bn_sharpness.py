@@ -168,6 +168,8 @@ def test_rows_and_picture_of_known_numbers(experiment, tmp_path):
     gain = table["SGDS-0-5e-4 above SGD (points)"]
     assert gain.ours == pytest.approx(1)
     assert gain.error == pytest.approx(0, abs=1e-9)  # seeds are paired
+    first = experiment.runs("full")[0]
+    assert f"{first['network']}, 50,000 images in batches of {first['batch']:,}" in gain.note
     none = {row.what: row for row in experiment.rows(invented(experiment, gain=0.0))}
     assert none["SGDS-0-5e-4 above SGD (points)"].ours == pytest.approx(0)
     experiment.draw(invented(experiment)).savefig(tmp_path / "figure.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -49,3 +50,23 @@ def test_of_few_networks_there_is_no_interval() -> None:
 @pytest.mark.parametrize("x", [[1.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
 def test_nothing_can_be_said_of_two_or_of_a_constant(x: list[float]) -> None:
     assert math.isnan(correlation(x, list(range(len(x)))).value)
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_a_constant_that_is_rounded_has_no_correlation(kind: str) -> None:
+    """The mean of twelve times 0.1 is not 0.1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = correlation([0.1] * 12, list(range(12)), kind)
+    assert math.isnan(found.value)
+    assert found.row("x").note == "no interval, 12 networks"
+
+
+def test_draws_in_which_a_column_is_constant_are_left_out() -> None:
+    """One network of twelve differs: every draw without it would count as no correlation."""
+    x, y = np.array([0.1] * 11 + [5.0]), np.random.default_rng(0).normal(size=12)
+    drawn = np.random.default_rng(0).integers(12, size=(2000, 12))
+    known = [stats.pearsonr(x[d], y[d]).statistic for d in drawn if 11 in d and (d != 11).any()]
+    found = correlation(x, y, "Pearson")
+    assert [found.low, found.high] == pytest.approx(list(np.quantile(known, [0.025, 0.975])))
+    assert found.error == pytest.approx(np.std(known))

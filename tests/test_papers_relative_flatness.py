@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 import saltflat as sf
-from saltflat.datasets import Data
+from saltflat import zoo
+from saltflat.datasets import RTE, Data, Pairs
 from saltflat.measures import RelativeFlatness
 from saltflat.papers import EXPERIMENTS, reproduce
 from saltflat.papers.columns import differences, largest, mean_and_error, mean_row
 from saltflat.papers.relative_flatness import figure_4, figure_5, table_1, table_2, table_3
 from saltflat.papers.relative_flatness.shapes import synthetic_shapes
+from saltflat.papers.trained import last_linear
 from saltflat.sweep import Run, Settings
 
 CPU = torch.device("cpu")
@@ -242,6 +245,25 @@ def test_synthetic_shapes_lack_what_they_are_said_to_lack() -> None:
     assert (missing[0] * missing[1]).sum() < 0.2 * missing[0].sum()  # at another place
 
 
+def test_shapes_are_the_same_in_coarser_volumes() -> None:
+    fine, coarse = synthetic_shapes(2, 1), synthetic_shapes(2, 1, side=32)
+    for one, other in zip(fine, coarse, strict=True):
+        assert other.shape[1:] == (1, 32, 32, 32)
+        share, expected = (each.mean((1, 2, 3, 4)) for each in (other, one))  # of all voxels
+        assert torch.allclose(share, expected, rtol=0.1)
+
+
+def test_table_2_regularizes_what_decodes_the_latent_variables() -> None:
+    for side in (8, 64):
+        model = zoo.shape_autoencoder(side)
+        assert model.get_parameter(f"{last_linear(model)}.weight").shape == (64, 8)
+    micro = {"train": 3, "test": 2, "epochs": 2, "batch": 2, "lr": 1e-3, "side": 16, "seed": 0}
+    settings = [{**micro, "strength": strength} for strength in (0.0, 1e4)]
+    plain, regularized = table_2.work(settings, CPU)
+    assert plain["losses"][1] != regularized["losses"][1]
+    assert {f"dsc_{n}{when}" for n in (1, 2) for when in ("", "_half")} <= set(plain)
+
+
 def test_scores_of_two_cubes() -> None:
     one, other = np.zeros((2, 12, 12, 12), dtype=bool)
     one[2:6, 2:6, 2:6] = True
@@ -256,6 +278,16 @@ def test_scores_of_two_cubes() -> None:
     assert math.isnan(nothing[1])
 
 
+def test_what_the_mean_of_the_training_shapes_has() -> None:
+    """As it is said of the small size."""
+    small = table_2.runs("small")[0]
+    shapes = synthetic_shapes(small["train"], small["test"], side=small["side"])
+    mean = (shapes.train.mean(0) > 0.5)[0].numpy()
+    dice = np.mean([table_2.scored(mean, shape[0].numpy() > 0)[0] for shape in shapes.test])
+    assert round(float(dice), 2) == 0.42
+    assert "has 0.42" in table_2.TABLE_2.changed[-1]
+
+
 def test_dice_loss_is_one_less_the_similarity() -> None:
     shapes = synthetic_shapes(2, 1).train
     sure = 100.0 * (2 * shapes - 1)
@@ -266,7 +298,7 @@ def test_dice_loss_is_one_less_the_similarity() -> None:
 def made_up_shapes() -> list[Run]:
     return [
         Run(
-            {"train": 5, "epochs": 2, "strength": strength, "seed": seed},
+            {"train": 5, "epochs": 2, "side": 64, "strength": strength, "seed": seed},
             {
                 f"{name}_{number}{when}": 0.6 + 0.1 * seed + strength
                 for name in table_2.TITLES
@@ -328,6 +360,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_3_fine_tunes_with_and_without_fam(pairs) -> None:
     micro = {"train": 40, "dev": 20, "length": 6, "epochs": 12, "lr": 0.1, "batch": 8, "seed": 0}
+    micro["frozen"] = False
     settings = [{**micro, "method": method} for method in table_3.METHODS]
     plain, regularized = table_3.work(settings, CPU)
     assert len(plain["dev_losses"]) == len(plain["losses"]) == 12
@@ -340,7 +373,72 @@ def test_table_3_fine_tunes_with_and_without_fam(pairs) -> None:
     assert "MiniLM" in rows["RTE, baseline: accuracy, %, mean"].note
     gain = rows["RTE, FAM: more than the baseline's accuracy, points"]
     assert gain.ours == pytest.approx(regularized["accuracy"] - plain["accuracy"])
+    rises = [each["dev_losses"][-1] - min(each["dev_losses"]) for each in (plain, regularized)]
+    assert rows["RTE, baseline: rise of the development loss"].ours == pytest.approx(rises[0])
+    more = rows["RTE, FAM: more than the baseline's rise of the development loss"]
+    assert more.ours == pytest.approx(rises[1] - rises[0])
     assert len(table_3.draw(runs).axes[0].lines) == 2
+
+
+@pytest.fixture
+def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small encoder with its tokenizer, in place of MiniLM."""
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(words), intermediate_size=16, **sizes)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        transformers.BertModel(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(table_3, "_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_a_frozen_encoder_embeds_each_sentence_by_itself(encoder: Path) -> None:
+    """Sentences of many lengths at once, as one after the other without any padding."""
+    from transformers import AutoModel, AutoTokenizer
+
+    first = ["a b c d e f", "a", "h g f e d c b a", "b b"]
+    pairs = Pairs(first, ["c", "a b", "h g", "d d d d d"], torch.tensor([0, 1, 0, 1]))
+    x, labels = table_3.embedded(pairs, 3, 6)
+    assert labels.tolist() == [0, 1, 0]
+    model, tokenizer = (kind.from_pretrained(encoder) for kind in (AutoModel, AutoTokenizer))
+
+    def alone(sentence: str) -> torch.Tensor:
+        tokens = tokenizer(sentence, truncation=True, max_length=6, return_tensors="pt")
+        with torch.no_grad():
+            mean = model.eval()(**tokens).last_hidden_state[0].mean(0)
+        return mean / mean.norm()
+
+    for row, one, other in zip(x, pairs.first, pairs.second, strict=False):
+        u, v = alone(one), alone(other)
+        expected = 8**0.5 * torch.cat([(u - v).abs(), u * v])
+        assert torch.allclose(row, expected, atol=1e-5)
+
+
+def test_table_3_trains_two_layers_on_a_frozen_encoder(encoder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(table_3, "rte", lambda: RTE(*[_sentences(seed) for seed in (0, 1)]))
+    table_3._load.cache_clear()
+    small = {"train": 40, "dev": 20, "length": 8, "frozen": True, "batch": 8, "seed": 0}
+    settings = [{**small, "epochs": 10, "lr": 0.01, "method": m} for m in table_3.METHODS]
+    plain, regularized = table_3.work(settings, CPU)
+    table_3._load.cache_clear()
+    assert plain["losses"] != regularized["losses"]
+    assert plain["losses"][-1] < plain["losses"][0]
+    runs = [Run(s, o) for s, o in zip(settings, (plain, regularized), strict=True)]
+    assert "frozen" in table_3.rows(runs)[0].note
+
+
+def _sentences(seed: int) -> Pairs:
+    """Pairs of which the second is a part of the first, or of other letters."""
+    draw = random.Random(seed)
+    firsts = [" ".join(draw.sample("abcdefgh", 4)) for _ in range(40)]
+    labels = [k % 2 for k in range(40)]
+    others = ["".join(set("abcdefgh") - set(first)) for first in firsts]
+    seconds = [o[0] if y else f[0] for f, o, y in zip(firsts, others, labels, strict=True)]
+    return Pairs(firsts, seconds, torch.tensor(labels))
 
 
 def test_table_3_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import sweeps
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
@@ -143,6 +144,26 @@ def test_a_failure_does_not_stop_the_others(place: Path, monkeypatch: pytest.Mon
     assert not (folder / "results.json").exists()
     monkeypatch.setitem(EXPERIMENTS, "made-up/squares", sweeps.SQUARES)
     assert "8 runs" in run("made-up/squares").stdout
+
+
+def test_a_picture_that_is_not_finished_replaces_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another process reads it, or when this one is killed."""
+    run("made-up/squares")
+    picture = place / "reproduced/made-up/squares/small/figure.png"
+    before, write = picture.read_bytes(), Figure.savefig
+
+    def stopped(self, file, **how):
+        write(self, file, **how)
+        assert picture.read_bytes() == before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", stopped)
+    squares = dataclasses.replace(sweeps.SQUARES, draw=lambda runs: sweeps.draw(runs[:3]))
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(squares, progress=False)
+    assert picture.read_bytes() == before
 
 
 def test_interrupted_work_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

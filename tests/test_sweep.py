@@ -83,6 +83,20 @@ def test_runs_of_other_code_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "of 2 states of its code" in result.circumstances
 
 
+def test_a_run_has_the_code_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process goes on with what it has loaded, also where its file is edited meanwhile."""
+    file = tmp_path / "edited.py"
+    text = "def work(settings, device):\n open(__file__, 'a').write('#')\n return [{}]\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text(text)
+    work = importlib.import_module("edited").work
+    loaded = code_of(work)
+    runs = swept(tmp_path / "runs", grid(x=[1, 2, 3]), work)
+    assert [run.code for run in runs] == [loaded] * 3
+    with pytest.warns(UserWarning, match="3 of the runs found"):
+        swept(tmp_path / "runs", grid(x=[1, 2, 3]), work)
+
+
 def test_a_helper_of_its_package_is_its_code_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import saltflat as sf
 from saltflat import zoo
 
 # Parameters: LeNet-5 and WideResNets as their authors count them (61,706; 2.75 and 36.5 million),
@@ -78,3 +79,17 @@ def test_the_auto_encoder_is_what_the_paper_says() -> None:
     assert 0.9e6 < sum(each.numel() for each in model.parameters()) < 1.1e6
     with torch.no_grad():
         assert model(torch.zeros(1, 1, 64, 64, 64)).shape == (1, 1, 64, 64, 64)
+
+
+@pytest.mark.parametrize("side", [8, 16, 32])
+def test_smaller_auto_encoders_have_its_linear_layers(side: int) -> None:
+    model, volume = zoo.shape_autoencoder(side), torch.zeros(2, 1, side, side, side)
+    linear = [m.weight.shape for m in model if isinstance(m, nn.Linear)]
+    assert linear == [m.weight.shape for m in zoo.shape_autoencoder() if isinstance(m, nn.Linear)]
+    with torch.no_grad():
+        assert model(volume).shape == volume.shape
+
+
+def test_the_auto_encoder_has_no_other_sides() -> None:
+    with pytest.raises(sf.InvalidValue, match="side must be 8, 16, 32 or 64"):
+        zoo.shape_autoencoder(48)

@@ -10,6 +10,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from saltflat.errors import InvalidValue
+
 
 def mlp(sizes: Sequence[int], bias: bool = True) -> nn.Sequential:
     """Linear layers of the given sizes with a ReLU between any two: `mlp([784, 20, 20, 10])`.
@@ -222,7 +224,7 @@ def _wide_resnet(blocks: int, width: int, channels: int) -> list[nn.Module]:
     return [*layers, nn.BatchNorm2d(inputs), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
 
 
-def shape_autoencoder() -> nn.Sequential:
+def shape_autoencoder(side: int = 64) -> nn.Sequential:
     """Auto-encoder of 1×64×64×64 volumes with eight latent variables; its outputs are logits.
 
     FAM ("Relative Flatness Aware Minimization", section 4.2.2 and table 2) completes skulls with
@@ -233,9 +235,12 @@ def shape_autoencoder() -> nn.Sequential:
     Its 64 outputs are eight channels of 2×2×2. What the paper leaves open is chosen here: 16, 32,
     64 and 128 channels before those eight, kernels of 3 down and of 4 up (which divide and
     multiply sizes by exactly 2), ReLU after every layer but the latent and the last one, and no
-    normalisation.
+    normalisation. Smaller volumes, of `side` 32, 16 or 8, have one, two or three convolutions less
+    on either side, those with most channels, and the same linear layers.
     """
-    sizes = [1, 16, 32, 64, 128, 8]
+    if side not in (8, 16, 32, 64):
+        raise InvalidValue(f"side must be 8, 16, 32 or 64. Got {side!r}.")
+    sizes = [1, *(16, 32, 64, 128)[: side.bit_length() - 3], 8]
     down: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         down += [nn.Conv3d(inputs, outputs, 3, stride=2, padding=1), nn.ReLU()]

@@ -64,21 +64,23 @@ def correlation(
     chosen = np.random.default_rng(seed).integers(count, size=(_DRAWS, count))
     draws = compute(both[0][chosen], both[1][chosen])
     draws = draws[np.isfinite(draws)]
-    low, high = (
-        np.quantile(draws, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]) if draws.size else [np.nan] * 2
-    )
-    value = compute(both[:1], both[1:])[0]
-    return Correlation(kind, float(value), float(draws.std()), float(low), float(high), count, lost)
+    value = float(compute(both[:1], both[1:])[0])
+    if not draws.size:
+        return Correlation(kind, value, *(math.nan,) * 3, count, lost)
+    low, high = np.quantile(draws, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return Correlation(kind, value, float(draws.std()), float(low), float(high), count, lost)
 
 
 Columns = NDArray[np.float64]  # (draws, networks)
 
 
 def _pearson(x: Columns, y: Columns) -> NDArray[np.float64]:
+    """NaN where a column is constant; its mean is rounded, so that nothing else would tell."""
+    constant = (np.ptp(x, axis=1) == 0) | (np.ptp(y, axis=1) == 0)
     x, y = (each - each.mean(1, keepdims=True) for each in (x, y))
     with np.errstate(invalid="ignore"):
-        result: NDArray[np.float64] = (x * y).sum(1) / np.sqrt((x**2).sum(1) * (y**2).sum(1))
-    return result
+        result = (x * y).sum(1) / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+    return np.where(constant, np.nan, result)
 
 
 def _spearman(x: Columns, y: Columns) -> NDArray[np.float64]:

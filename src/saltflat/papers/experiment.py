@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -94,9 +95,10 @@ def reproduce(
     )
     result.save(place / "results.json")
     store.write(place / "table.md", f"# {experiment.title}\n\n{result.markdown()}")
-    figure = experiment.draw(runs)
-    figure.savefig(place / "figure.png", dpi=150)
+    picture, figure = BytesIO(), experiment.draw(runs)
+    figure.savefig(picture, format="png", dpi=150)
     pyplot.close(figure)
+    store.write(place / "figure.png", picture.getvalue())
     return result
 
 

@@ -43,6 +43,12 @@ def decays(*at: float, by: float) -> Schedule:
     return lambda done: by ** sum(done >= part for part in at)
 
 
+def last_linear(model: nn.Module) -> str:
+    """The name of the last linear layer."""
+    names: list[str] = [n for n, each in model.named_modules() if isinstance(each, nn.Linear)]
+    return names[-1]
+
+
 @final
 @dataclass(frozen=True)
 class History:

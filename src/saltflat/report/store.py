@@ -73,14 +73,14 @@ def _numbers(value: Any) -> Any:
     return {k: _numbers(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Write beside the file and put it in its place in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files nobody else may read.
     beside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with beside.open("xb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

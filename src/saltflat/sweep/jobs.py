@@ -62,8 +62,14 @@ def jobs_of(
     ]
 
 
-def done(job: Job, work: Work, device: torch.device) -> list[Run] | Failure:
-    """One call, timed; its time is shared equally by its runs."""
+def done(
+    job: Job, work: Work, device: torch.device, code: str | None = None
+) -> list[Run] | Failure:
+    """One call, timed; its time is shared equally by its runs.
+
+    `code` is that of the work as this process has loaded it; by default that of its files now.
+    """
+    code = code_of(work) if code is None else code
     try:
         start = perf_counter()
         outcomes = list(work(job.settings, device))
@@ -84,7 +90,7 @@ def done(job: Job, work: Work, device: torch.device) -> list[Run] | Failure:
         seconds,
         machine_name(device),
         torch.get_num_threads(),
-        code_of(work),
+        code,
         datetime.now(UTC).isoformat(timespec="seconds"),
         versions(),
     )

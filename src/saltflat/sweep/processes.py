@@ -15,7 +15,7 @@ from typing import final
 import torch
 
 from saltflat.errors import InvalidValue, SaltflatError
-from saltflat.sweep.jobs import TRIES, Failure, Job, done
+from saltflat.sweep.jobs import TRIES, Failure, Job, code_of, done
 from saltflat.sweep.runs import Run, Work
 
 _PATIENCE = 2.0  # seconds that a process has to end once it is asked to
@@ -140,11 +140,12 @@ def _serve(connection: Connection, work: Work, device: torch.device, threads: in
     """The life of a process: it says that it is ready, and does jobs until the pipe ends."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    code = code_of(work)
     connection.send(None)
     with suppress(EOFError):
         while True:
             job = connection.recv()
-            connection.send(done(job, work, device))
+            connection.send(done(job, work, device, code))
 
 
 def _die_with_parent() -> None:

@@ -132,7 +132,8 @@ def _answers(
     elif workers > 1:
         yield from in_processes(jobs, work, device, workers)
     else:
-        yield from (done(job, work, device) for job in jobs)
+        code = code_of(work)  # now: the files may be edited while this process runs them
+        yield from (done(job, work, device, code) for job in jobs)
 
 
 def _told(failures: Sequence[Failure], jobs: int) -> SaltflatError:

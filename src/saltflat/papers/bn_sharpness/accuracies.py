@@ -35,8 +35,12 @@ def rows(runs: Sequence[Run], published: Published) -> list[Row]:
             table.append(_row(f"{label(name, decay)} above SGD (points)", gains, above))
     losses = {key: column(_some(runs, *key), "loss") for key in accuracies}
     table += [_row(f"training loss, {label(*k)}", v, None) for k, v in losses.items()]
-    network = runs[0]["network"] if runs else ""
-    return [replace(row, note=f"{network}, {row.note}") for row in table]
+    return [replace(row, note=f"{_here(runs[0])}, {row.note}") for row in table]
+
+
+def _here(run: Run) -> str:
+    images = f"{run['samples']:,} images in batches of {run['batch']:,}"
+    return f"here {run['network']}, {images}, {run['epochs']} epochs"
 
 
 def label(algorithm: str, decay: float) -> str:
@@ -69,4 +73,5 @@ def curves(axes: Axes, runs: Sequence[Run], name: str, published: Published) -> 
         axes.plot(epochs, values.mean(0), style, color=colour, label=label(algorithm, decay))
         axes.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.15)
     axes.set_xlabel("epoch")
+    axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)

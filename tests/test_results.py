@@ -1,0 +1,50 @@
+"""The results that the pages are made of: they follow from their runs by the code that is here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from saltflat.papers import EXPERIMENTS, Reproduction, Size
+from saltflat.report import store
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+# Of earlier code; they compare times, and are run anew where nothing else runs.
+_OLDER = {"minimum-sharpness/figure-1", "minimum-sharpness/figure-3"}
+_LONG = {"predictors/pool"}  # its bootstrap
+FILES = {str(path.relative_to(RESULTS).with_suffix("")): path for path in RESULTS.rglob("*.json")}
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in _LONG else [])
+    for name in sorted(FILES)
+    if name not in _OLDER
+]
+
+
+def test_every_result_is_of_an_experiment() -> None:
+    assert set(FILES) <= set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_is_what_its_runs_say(name: str) -> None:
+    result, experiment = Reproduction.load(FILES[name]), EXPERIMENTS[name]
+    assert result.name == name
+    assert store.plain(result.rows) == store.plain(tuple(experiment.rows(result.runs)))
+    assert result.changed == tuple(experiment.changed)
+    command = f"saltflat reproduce {name} --size {result.size} --device {result.device}"
+    assert result.command == command
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_runs_of_a_size_are_there_and_no_others(name: str) -> None:
+    result = Reproduction.load(FILES[name])
+    sizes: dict[str, Size] = {"small": "small", "full": "full"}
+    wanted = [dict(each) for each in EXPERIMENTS[name].runs(sizes[result.size])]
+    assert [dict(run.settings) for run in result.runs] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_its_figure_can_be_drawn(name: str, tmp_path: Path) -> None:
+    figure = EXPERIMENTS[name].draw(Reproduction.load(FILES[name]).runs)
+    figure.savefig(tmp_path / "figure.png")
