@@ -324,6 +324,19 @@ def test_a_network_s_intervals_hold() -> None:
     assert holds >= 52
 
 
+def test_intervals_hold_on_half_of_the_samples() -> None:
+    """Where the skewness of the mean vanishes, and that of the studentised mean does not."""
+    generator, holds = torch.Generator().manual_seed(3), 0
+    rule = Rule(512, 0.05)
+    assert rule.sizes == [256]
+    for _ in range(400):
+        values = torch.randn(512, generator=generator, dtype=torch.float64).mul(2.0).exp()
+        some = values[torch.randperm(512, generator=generator)[:256]]
+        low, high = rule.interval(part(some), 256)
+        holds += low <= float(values.mean()) <= high
+    assert holds >= 352
+
+
 def test_the_interval_is_student_s_where_nothing_is_skewed() -> None:
     from scipy.stats import t
 

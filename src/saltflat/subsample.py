@@ -10,9 +10,9 @@ on all of them, and has no such error.
 
 *The interval.* Single samples are skewed: few carry most of the trace of a trained network, and
 where they are missing from a part both its mean and its spread are small. Student's interval is
-then too low (on lognormal values of σ = 2 it holds in 84 of 100 runs). This is Hall's (1992): the
-studentised mean is transformed by the cubic function that takes its skewness away, which reaches
-farther to the side of the long tail (96 of 100). Its error is that of a part without replacement.
+then too low. This is Hall's (1992), for parts that are drawn without replacement: the studentised
+mean is transformed by the cubic function that takes its skewness away, which reaches farther to
+the side of the long tail.
 It does not hold where a few samples of the part make up its skewness: no part is enough that has
 fewer than 25 times the square of that (Cochran, 1977).
 
@@ -117,10 +117,10 @@ class Rule:
         from scipy.stats import t
 
         q = float(t.ppf(1 - (1 - LEVEL) / (2 * len(self.sizes)), size - 1))
-        left = self.left(size)
-        skew = part.skewness * (1 - 2 * size / self.population) / (left * sqrt(size))
+        skew, share = part.skewness / (self.left(size) * sqrt(size)), size / self.population
         error = self.error(part.stderr, part.drawn, size)
-        return part.value - error * _untwisted(q, skew), part.value - error * _untwisted(-q, skew)
+        low, high = (error * _untwisted(x, skew, share) for x in (q, -q))
+        return part.value - low, part.value - high
 
     def certainty(self, part: Part, size: int) -> dict[str, Any]:
         """What a result on so many samples says of its value on all of them, as its fields."""
@@ -133,7 +133,7 @@ class Rule:
     def excess(self, part: Part, size: int) -> float:
         """How many times as wide as it may be the interval is; more if the part is too small for
         its skewness."""
-        if part.stderr <= _AGREE * abs(part.value):
+        if part.stderr <= _AGREE * abs(part.value) or part.value == 0:
             return float("inf")
         low, high = self.interval(part, size)
         wide = max(high - part.value, part.value - low) / (2 * self.tolerance * abs(part.value))
@@ -150,11 +150,15 @@ class Rule:
         return None
 
 
-def _untwisted(x: float, skew: float) -> float:
-    """The inverse of Hall's y ↦ y + s y²/3 + s² y³/27 + s/6, s the skewness of the mean."""
-    if abs(skew) < 1e-6:
-        return x
-    return 3 / skew * (float(np.cbrt(1 + skew * (x - skew / 6))) - 1)
+def _untwisted(x: float, skew: float, share: float) -> float:
+    """The inverse of y ↦ y + a y² + a² y³/3 + b, which takes its skewness from a studentised mean.
+
+    To first order P(T ≤ y) = Φ(y) + (a y² + b) φ(y) with a = (2 − f) s/6 and b = (1 − 2f) s/6,
+    where a share f of the samples is drawn without replacement and s = γ/√(n (1 − f)), γ the
+    skewness of single samples. For f = 0 it is Hall's.
+    """
+    a, b = (2 - share) * skew / 6, (1 - 2 * share) * skew / 6
+    return x if abs(a) < 1e-6 else (float(np.cbrt(1 + 3 * a * (x - b))) - 1) / a
 
 
 def grown(

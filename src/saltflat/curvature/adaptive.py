@@ -8,9 +8,10 @@ another scale may hold all of a trace and next to nothing of the sizes. So
 1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and sends the
    largest direction of each backwards. That is at least half of what its outputs have, is had
    without error, and tells the sample's ratio in every block;
-2. a pilot sends a few others, some of them for every entry of the outputs, which tells the entries
-   where ratios are larger than that. Its draws are thrown away;
-3. a direction's importance s is its size times these ratios, in the block where they are largest.
+2. a pilot sends a few others, some of them for every entry of the outputs, which tells by how much
+   every entry's ratio is larger than that. Its draws are thrown away;
+3. a direction's importance s is its size, each entry's square times what the entry gains, times the
+   ratio of its sample, in the block where they are largest.
    Pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
    belongs to the sample and the direction, and then has the weight S/(m s), for S the sum of s
    below τ and m the pairs drawn there.
@@ -44,7 +45,7 @@ from torch import Tensor
 
 from saltflat.curvature.contractions import Term, Weight
 from saltflat.curvature.estimators import Quantity, mean_error, uniforms
-from saltflat.curvature.loss_hessian import direction_count, ranked
+from saltflat.curvature.loss_hessian import Factor, direction_count, ranked
 from saltflat.curvature.plan import Plan, Refutation, Settings, leaf_shapes
 from saltflat.curvature.sweep import (
     CURVATURE,
@@ -72,6 +73,7 @@ LEAST_DIRECTIONS = 3  # of a sample, of which the largest is always sent
 _LEAST_RATIO = 0.25  # of ‖Jᵀu‖²/|u|², to its mean
 _LEAST = 128  # pairs to be drawn, about
 _PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
+_STEPS = 100  # of a pilot's search for gains
 _OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.75  # of the tolerance
@@ -170,15 +172,14 @@ class PairPass(Pass):
 @final
 @dataclass
 class Survey(PairPass):
-    """The sizes of all directions, (samples, directions), the entries of the outputs that they are
-    about, and these outputs. The largest direction of every sample is sent backwards."""
+    """The directions of all samples, and the outputs that they are of. The largest direction of
+    every sample is sent backwards."""
 
     must_be_linear: bool = field(kw_only=True)
-    sizes: list[Tensor] = field(default_factory=list)
-    entries: list[Tensor] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     unsuited: str = ""
-    _latest: tuple[Tensor, Tensor, Tensor] | None = None
+    _latest: tuple[Factor, Tensor] | None = None
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.requests))
@@ -191,10 +192,9 @@ class Survey(PairPass):
         if sides is None:
             self.unsuited = f"the directions of {self.loss.name} are not ranked"
             return None
-        sizes = sides.sizes()
-        self._latest = sizes.cpu(), sides.entries().int().cpu(), chunk.outputs.detach()
+        self._latest = sides, chunk.outputs.detach()
         self._table = torch.arange(self.samples, self.samples + chunk.batch.size)[None]
-        self.send(chunk, sides.chosen(sizes.argmax(1)[None]))
+        self.send(chunk, sides.chosen(sides.sizes().argmax(1)[None]))
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -202,13 +202,17 @@ class Survey(PairPass):
         if self._latest is None:
             self.unsuited = self.unsuited or "some samples have no curvature"
             return
-        sizes, entries, outputs = self._latest
-        self.sizes.append(sizes)
-        self.entries.append(entries)
+        factor, outputs = self._latest
+        self.factors.append(factor)
         self.outputs.append(outputs)
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
             self.unsuited = "outputs have unlike shapes"
+
+    def sizes(self, gains: Tensor) -> Tensor:
+        """Those of the directions of all ranks' samples, by what their entries gain."""
+        told = self.reduction.each(lambda: [f.sizes(gains).cpu() for f in self.factors])
+        return torch.cat([each for parts in told for each in parts])
 
 
 @final
@@ -405,11 +409,21 @@ class PackedPass(PairPass):
     pairs: Pairs = field(kw_only=True)
     packing: Packing = field(kw_only=True)
     outputs: Tensor = field(init=False)
+    squares: dict[int, tuple[Tensor, Tensor]] | None = None  # of directions, if they are wanted
 
     def __post_init__(self) -> None:
         super().__post_init__()
         outputs = self.survey.outputs
         self.outputs = torch.cat(outputs) if outputs else torch.empty(0)
+
+    def shares(self) -> Tensor:
+        """What every entry of the outputs has of a direction's squares, (pairs, entries)."""
+        count, width = len(self.pairs.samples), self.outputs.shape[1:].numel()
+        own = torch.zeros(count, width, dtype=torch.float64)
+        for places, squares in (self.squares or {}).values():
+            own[places] = squares
+        every = torch.cat(self.reduction.each(lambda: own))
+        return every / every.sum(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
 
     def copes(self, plan: Plan) -> bool:
         return self.survey.copes(plan)
@@ -433,7 +447,11 @@ class PackedPass(PairPass):
         assert sides is not None
         columns = sides.chosen(pairs.directions[at].masked_fill(none, -1).to(rows.device))
         root = pairs.weights[at].sqrt().to(columns)
-        return columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
+        columns = columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
+        if self.squares is not None:
+            squares = columns.detach().cpu().double().square().flatten(2)
+            self.squares[len(self.squares)] = self._table[~none], squares[~none]
+        return columns
 
 
 def gathered(done: PairPass, count: int) -> dict[tuple[Kind, str], Tensor]:
@@ -451,8 +469,8 @@ class Leading:
         self.parts = gathered(survey, survey.own)
         whole = {key: lots[0] for key, lots in survey.whole.items()}
         self.whole = survey.reduction.totals(whole, survey.risk.device)
-        size, direction = sizes.max(1)
-        self.sizes = sizes.scatter(1, direction[:, None], 0.0)  # of all others
+        size, self.direction = sizes.max(1)
+        self.sizes = self._others(sizes)
         # ‖Jᵀu‖²/|u|² of every sample, of every block and of all of them.
         self.ratios = {key: (y / size).nan_to_num(0, 0, 0) for key, y in self.sums(self.parts)}
         self.means = {key: float(y.sum() / size.sum()) for key, y in self.sums(self.parts)}
@@ -464,15 +482,18 @@ class Leading:
         for kind in sorted({kind for kind, _ in parts}):
             yield (kind, ""), torch.stack([y for (k, _), y in parts.items() if k == kind]).sum(0)
 
-    def importance(self) -> Tensor:
-        """The sizes of all other directions, each times the ratio of its sample, relative to that
-        of all samples, in the block where that is largest: a sample with next to nothing in its
-        outputs may have much in a block."""
+    def _others(self, sizes: Tensor) -> Tensor:
+        return sizes.scatter(1, self.direction[:, None], 0.0)
+
+    def importance(self, sizes: Tensor) -> Tensor:
+        """These sizes, but for the largest directions, each times the ratio of its sample, relative
+        to that of all samples, in the block where that is largest: a sample with next to nothing in
+        its outputs may have much in a block."""
         ratios = torch.full_like(self.sizes[:, 0], _LEAST_RATIO)
         for key, ratio in self.ratios.items():
             if self.means[key] > 0:
                 ratios = torch.maximum(ratios, ratio / self.means[key])
-        return self.sizes * ratios[:, None]
+        return self._others(sizes) * ratios[:, None]
 
     def variances(self, importance: Tensor, threshold: float) -> dict[tuple[Kind, str], float]:
         """Those of the estimates for pairs below a threshold, if all directions of a sample had its
@@ -602,30 +623,34 @@ class Drawn:
 @final
 class Pilot:
     """What a pass over few pairs tells: which entries of the outputs have large ratios, and by how
-    much the ratios vary."""
+    much the ratios vary.
 
-    def __init__(self, drawn: Drawn, leading: Leading, entries: Tensor) -> None:
-        pairs, self.drawn = drawn.pairs, drawn
-        self.entries = entries[pairs.samples, pairs.directions]
-        self.means = torch.ones(int(entries.max()) + 1, dtype=torch.float64)
-        count = torch.bincount(self.entries.flatten(), minlength=len(self.means)).clamp(min=1)
+    The ratio of a direction is taken for the mean of what its entries gain, by their shares of its
+    squares. Gains that explain the ratios of the pilot are found by steps that keep them positive
+    (those of Richardson and Lucy): an entry that gains much makes the ratios of all directions
+    large that it is in, but those without it tell that the others do not.
+    """
+
+    def __init__(self, drawn: Drawn, leading: Leading) -> None:
+        self.drawn, shares = drawn, drawn.done.shares()
+        ratios = torch.zeros(len(shares), dtype=torch.float64)
         for key, y in drawn.parts.items():
             if (mean := leading.means[key] / drawn.scale) > 0:
-                sums = torch.zeros_like(self.means)
-                for each in self.entries.long().T:
-                    sums.index_add_(0, each, y)
-                self.means = torch.maximum(self.means, sums / count / mean)
-
-    def gains(self, entries: Tensor) -> Tensor:
-        """By how much the ratios of directions are larger than those of their samples, or 1."""
-        return self.means[entries.long()].amax(-1)
+                ratios = torch.maximum(ratios, y / mean)
+        self.gains = torch.ones(shares.shape[1], dtype=torch.float64)
+        whole = shares.sum(0)
+        for _ in range(_STEPS):
+            explained = ratios / (shares @ self.gains).clamp(min=torch.finfo(ratios.dtype).tiny)
+            self.gains *= torch.where(whole > 0, shares.mT @ explained / whole, 1.0)
+        self.gains.clamp_(min=1.0)
+        self.gained = shares @ self.gains
 
     def noise(self, low: float, high: float) -> float:
         """As that of what was drawn; `low` and `high` are the importance of all pairs below and
         above the threshold."""
         below = self.drawn.drawn & (self.drawn.pairs.groups == 0)
         above = ~self.drawn.drawn & (self.drawn.pairs.groups == 0)
-        gains, most = self.gains(self.entries[below]), 0.0
+        gains, most = self.gained[below], 0.0
         for key, y in self.drawn.parts.items():
             total = self.drawn.leading[key]
             for weight, at in ((low, below), (high, above)):
@@ -669,7 +694,10 @@ class AdaptiveRank:
         if refutation := survey.run(stream, self.plan):
             return refutation
         told = self.risk.reduction.each(
-            lambda: (survey.unsuited, list(zip(survey.sizes, survey.entries, strict=True)))
+            lambda: (
+                survey.unsuited,
+                [(f.sizes().cpu(), f.entries().int().cpu()) for f in survey.factors],
+            )
         )
         if reasons := [unsuited for unsuited, _ in told if unsuited]:
             return reasons[0]
@@ -687,7 +715,7 @@ class AdaptiveRank:
     def _search(self, survey: Survey, sizes: Tensor, entries: Tensor) -> Drawn | Refutation | str:
         leading, scale = Leading(survey, sizes), divisor(self.loss, survey.normaliser)
         self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
-        importance, noise = leading.importance(), _GUESS / float(sizes.sum())
+        importance, noise = leading.importance(sizes), _GUESS / float(sizes.sum())
         for attempt in range(1 + _ROUNDS):
             population = Population(importance)
             threshold = population.threshold(noise, _AIM * self.settings.tolerance)
@@ -700,9 +728,9 @@ class AdaptiveRank:
                 return done
             estimate = Drawn(done, pairs, leading, scale)
             if attempt == 0:
-                told = Pilot(estimate, leading, entries)
+                told = Pilot(estimate, leading)
                 noise = told.noise(*population.halves(threshold))
-                importance = importance * told.gains(entries)
+                importance = leading.importance(survey.sizes(told.gains))
                 continue
             estimate.bound(leading.variances(importance, threshold), self.settings.tolerance)
             if estimate.within(self.settings.tolerance):
@@ -729,6 +757,7 @@ class AdaptiveRank:
         packing = Packing(pairs, apart)
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
         done = PackedPass(*parts, survey=survey, pairs=pairs, packing=packing, apart=apart)
+        done.squares = None if final else {}
         # Gathered samples are elsewhere in their batch than those that were looked at.
         plan = replace(self.plan, places=())
         refutation = done.run(packing.batches(self.risk), plan)

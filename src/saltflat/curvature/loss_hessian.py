@@ -50,8 +50,11 @@ class Factor:
         """One draw: directions whose signed outer products average to B; E[noise noiseᵀ] = 1."""
         raise AssertionError("this factor has few directions and is never sketched")
 
-    def sizes(self) -> Tensor:
-        """The squared lengths of the directions, (n, count), in float64."""
+    def sizes(self, gains: Tensor | None = None) -> Tensor:
+        """The squared lengths of the directions, (n, count), in float64.
+
+        With `gains`, one an output of a sample, the square of each entry counts so many times.
+        """
         raise AssertionError("this factor is never chosen from")
 
     def entries(self) -> Tensor:
@@ -147,9 +150,19 @@ class RankedSoftmax(Factor):
         self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :, :-1], rest, root)
         self.count = self.at[0].numel()
 
-    def sizes(self) -> Tensor:
-        squares = self.p.square().flip(2).cumsum(2).flip(2)[:, :, 1:]
-        return (self.at.square() + self.below.square() * squares).flatten(1)
+    def sizes(self, gains: Tensor | None = None) -> Tensor:
+        squares, at = self.p.square(), self.at.square()
+        if gains is not None:
+            each = self._class_last(gains.to(squares)).expand_as(squares).gather(2, self.order)
+            squares, at = squares * each, at * each[:, :, :-1]
+        below = squares.flip(2).cumsum(2).flip(2)[:, :, 1:]
+        return (at + self.below.square() * below).flatten(1)
+
+    def _class_last(self, gains: Tensor) -> Tensor:
+        """One number an output of a sample, in the outputs' own layout, as (positions, classes)."""
+        own = [*self.shape[1:-1]]
+        own.insert(self.dim - 1, self.shape[-1])
+        return gains.reshape(own).movedim(self.dim - 1, -1).reshape(self.p.shape[1:])
 
     def entries(self) -> Tensor:
         positions, classes = self.p.shape[1:]
@@ -245,8 +258,9 @@ class DiagonalFactor(Factor):
         sign = self.sign[:, start:stop].T if self.negative else None
         return values.reshape(count, *self.root.shape), sign
 
-    def sizes(self) -> Tensor:
-        return self.root.double().square().flatten(1)[:, : self.count]
+    def sizes(self, gains: Tensor | None = None) -> Tensor:
+        squares = self.root.double().square().flatten(1)[:, : self.count]
+        return squares if gains is None else squares * gains.to(squares)[: self.count]
 
     def entries(self) -> Tensor:
         every = torch.arange(self.count, device=self.root.device)[:, None]
