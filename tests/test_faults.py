@@ -320,11 +320,11 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def opened(self: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         file = real(self, mode, *arguments, **options)
-        if mode in ("a", "x", "w"):
+        if mode[0] in "axw":
             write = file.write
 
-            def half(text: str) -> int:
-                write(text[: len(text) // 2])
+            def half(content: str | bytes) -> int:
+                write(content[: len(content) // 2])
                 file.flush()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

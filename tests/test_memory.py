@@ -193,7 +193,7 @@ def test_the_look_lets_go_of_its_graph(monkeypatch) -> None:
     whole = ConvUse.terms
     monkeypatch.setattr(ConvUse, "terms", terms)
     monkeypatch.setattr(plan, "check_derivative", check)
-    sf.trace(Watched(), images(8))
+    sf.trace(Watched(), images(24))
     assert next(count for count in graphs if isinstance(count, int)) == 0
     looked = counts[:3]
     assert max(looked) <= 1  # of the layer before

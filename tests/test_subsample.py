@@ -61,24 +61,24 @@ def test_the_value_is_that_of_a_random_part() -> None:
 def test_a_report_says_what_it_used_and_holds_the_truth() -> None:
     model, data = network(), samples()
     before = fingerprint(model)
-    found = sf.measure(model, data, measures=NAMES, samples="auto", seed=3)
+    found = sf.measure(model, data, measures=NAMES, samples="auto", tolerance=0.1, seed=3)
     assert_untouched(model, before)
     truth = sf.measure(model, data, measures=NAMES)
     assert found.provenance.population == 4000
-    assert found.provenance.samples in Rule(4000, 0.05).sizes
+    assert found.provenance.samples in Rule(4000, 0.1).sizes
     assert f"{found.provenance.samples:,} of 4,000 samples" in str(found)
     left = math.sqrt(1 - found.provenance.samples / 4000)
     for name, m in found.items():
         assert m.interval is not None
         low, high = m.interval
         assert low < truth[name].value < high
-        assert max(high - m.value, m.value - low) <= 0.1 * m.value
+        assert max(high - m.value, m.value - low) <= 0.2 * m.value
         assert not m.exact
         assert m.stderr == pytest.approx(left * m.sampling)
     assert found.standing is not None
-    again = sf.measure(model, data, measures=NAMES, samples="auto", seed=3)
+    again = sf.measure(model, data, measures=NAMES, samples="auto", tolerance=0.1, seed=3)
     assert {n: m.value for n, m in again.items()} == {n: m.value for n, m in found.items()}
-    other = sf.measure(model, data, measures=["rho"], samples="auto", seed=4)
+    other = sf.measure(model, data, measures=["rho"], samples="auto", tolerance=0.1, seed=4)
     assert other["rho"].value != found["rho"].value
 
 
