@@ -59,4 +59,9 @@ def reference(problem: Problem) -> Values:
 
     These networks are piecewise linear, so that their Gauss–Newton diagonal is the Hessian's.
     """
-    return peers.backpack_diagonal(problem.double(), _REFERENCE_BATCH)()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of what BackPACK makes itself, for average pooling
+    try:
+        return peers.backpack_diagonal(problem.double(), _REFERENCE_BATCH)()
+    finally:
+        torch.set_default_dtype(default)

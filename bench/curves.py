@@ -109,7 +109,7 @@ CURVES = (
         "K",
         "classes; exact trace, 128-128-128-K, 2000 samples",
         (10, 20, 40, 80, 160),
-        "1: K − 1 directions",
+        "1: K − 1 directions; 2 in the last layer",
         lambda k: mlp(2000, classes=k),
     ),
     Curve(

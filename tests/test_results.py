@@ -10,14 +10,11 @@ from saltflat.papers import EXPERIMENTS, Reproduction, Size
 from saltflat.report import store
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-# Of earlier code; they compare times, and are run anew where nothing else runs.
-_OLDER = {"minimum-sharpness/figure-1", "minimum-sharpness/figure-3"}
 _LONG = {"predictors/pool"}  # its bootstrap
 FILES = {str(path.relative_to(RESULTS).with_suffix("")): path for path in RESULTS.rglob("*.json")}
 NAMES = [
     pytest.param(name, marks=[pytest.mark.slow] if name in _LONG else [])
     for name in sorted(FILES)
-    if name not in _OLDER
 ]
 
 

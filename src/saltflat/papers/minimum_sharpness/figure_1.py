@@ -199,6 +199,6 @@ FIGURE_1 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 3, "full": 3},
+    minutes={"small": 9, "full": 3},
     alone=True,
 )
