@@ -13,8 +13,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 _LONG = {"predictors/pool"}  # its bootstrap
 FILES = {str(path.relative_to(RESULTS).with_suffix("")): path for path in RESULTS.rglob("*.json")}
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in _LONG else [])
-    for name in sorted(FILES)
+    pytest.param(name, marks=[pytest.mark.slow] if name in _LONG else []) for name in sorted(FILES)
 ]
 
 
