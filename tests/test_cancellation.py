@@ -309,3 +309,27 @@ def test_flatness_written_out() -> None:
     truth = (w.mT.double() @ gradient.double()).square().flatten()
     assert got > 0
     assert within(got, naive, truth)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_directions_that_go_together_as_on_a_gpu(
+    groups: int, signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saltflat.curvature.contractions._on_gpu", lambda x: True)
+    torch.manual_seed(groups)
+    left = [torch.randn(5, groups, 2, 40, dtype=torch.float64) for _ in range(3)]
+    right = torch.randn(5, groups, 3, 40, dtype=torch.float64)
+    sign = torch.randn(3, 5).sign() if signed else None
+    term = Outer(left, right, Layout(groups=groups))
+    gradients = torch.einsum("dngat,ngbt->dngab", torch.stack(left), right)
+    parts = gradients.square() * (1.0 if sign is None else sign[:, :, None, None, None])
+    each = parts.sum((0, 2, 3, 4))
+    torch.testing.assert_close(term.traces(sign), each)
+    diagonal, traces = term.diagonal_and_traces(sign)
+    torch.testing.assert_close(traces, each)
+    torch.testing.assert_close(diagonal, term.layout.assemble(parts.sum((0, 1))))
+    torch.testing.assert_close(term.diagonal(sign), diagonal)
+    weights = torch.rand(groups * 2, 3, dtype=torch.float64)
+    weighed = gradients.square() * term.layout.factored(weights)
+    torch.testing.assert_close(term.weighted_squares(weights), weighed.sum((0, 2, 3, 4)))

@@ -14,6 +14,7 @@ from cases import CASES, Case, cast
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.curvature.fused import sums_over_positions
 from saltflat.curvature.proof import prove
 from saltflat.sweep import train_together
 
@@ -167,3 +168,20 @@ def test_ensembles_are_trained_as_one_by_one(steps: int) -> None:
             assert torch.allclose(p.cpu(), q, rtol=0, atol=1e-12)
     with pytest.raises(sf.InvalidValue, match=r"one device. Got cpu, cuda:0"):
         train_together(there, x, y.to("cuda"), lambda t: rows[t], steps, lr=lambda t: rates[t])
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7), (2, 70, 11, 3), (2, 3, 1500), (4, 130, 1), (9, 64, 4, 4)]
+)
+def test_sums_over_positions_are_torchs(shape: tuple[int, ...], last: bool) -> None:
+    delta, by = torch.randn(2, *shape, device="cuda")
+    if last:
+        delta, by = (x.movedim(1, -1).contiguous().movedim(-1, 1) for x in (delta, by))
+    sums = sums_over_positions(delta, by)
+    assert sums is not None
+    spread = tuple(range(2, len(shape)))
+    expected = ((delta * by).double().sum(spread), delta.double().sum(spread))
+    for got, exact in zip(sums, expected, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+    assert sums_over_positions(delta.double(), by.double()) is None

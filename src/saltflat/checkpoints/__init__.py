@@ -1,7 +1,6 @@
 """Weights from files: read without running what is in them, put into models, told apart by name."""
 
-from saltflat.checkpoints.files import SUFFIXES, check_growth, existing, explained, tensors
-from saltflat.checkpoints.names import by_name
+from saltflat.checkpoints.files import SUFFIXES, by_name, check_growth, existing, explained, tensors
 from saltflat.checkpoints.weights import load_weights
 
 __all__ = [

@@ -186,10 +186,10 @@ def _trace_gram(left: Each, right: Tensor) -> Tensor:
 def _trace_gradient(left: Each, right: Tensor, sign: Tensor | None) -> Tensor:
     n, groups = right.shape[:2]
     totals = torch.zeros(n, dtype=torch.float64, device=right.device)
-    for d, rows, gradient in _gradients(left, right):
-        squares = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
-        each = squares.reshape(-1, groups).sum(1, dtype=torch.float64)
-        totals[rows] += each if sign is None else each * sign[d, rows]
+    for some, rows, gradients in _gradients(left, right):
+        squares = torch.linalg.vector_norm(gradients, dim=(2, 3)).square()
+        each = torch.unflatten(squares, 0, (-1, groups)).sum(1, dtype=torch.float64)
+        totals[rows] += (each if sign is None else each * sign[some, rows].mT).sum(1)
     return totals
 
 
@@ -245,20 +245,41 @@ def _diagonal_gradient(
     _, groups, b, _ = right.shape
     a = left[0].shape[2]
     result = right.new_zeros(groups, a, b)
-    for d, rows, gradient in _gradients(left, right):
-        each = signed(torch.unflatten(gradient, 0, (-1, groups)).square_(), _of(sign, d, rows))
-        result += each.sum(0)
+    for some, rows, gradients in _gradients(left, right):
+        each = torch.unflatten(gradients, 0, (-1, groups))  # (n, g, D, a, b)
+        if sign is None and _on_gpu(right):
+            if traces is not None:
+                norms = torch.linalg.vector_norm(each, dim=(3, 4), dtype=torch.float64)
+                traces[rows] += norms.square_().sum((1, 2))
+            result += torch.linalg.vector_norm(each, dim=(0, 2)).square_()  # reads them once
+            continue
+        each.square_()
+        if sign is not None:
+            each = each * sign[some, rows].mT[:, None, :, None, None]
+        result += each.sum((0, 2))
         if traces is not None:
-            traces[rows] += each.sum((1, 2, 3), dtype=torch.float64)
+            traces[rows] += each.sum((1, 2, 3, 4), dtype=torch.float64)
     return result
 
 
-def _gradients(left: Each, right: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-    """Per-sample gradients (rows·g, a, b), a direction and a block of samples at a time."""
-    for rows in row_blocks(right, left[0].shape[2] * right.shape[2]):
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _gradients(left: Each, right: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Per-sample gradients (rows·g, D, a, b), of some directions and a block of samples at a time.
+
+    On a GPU directions go together, by which the inputs are read once for all of them; on a CPU one
+    by one, so that their gradients stay in its cache.
+    """
+    entries, count = left[0].shape[2] * right.shape[2], len(left) if _on_gpu(right) else 1
+    for rows in row_blocks(right, entries * count):
         inner = flat(right[rows]).mT
-        for d, delta in enumerate(left):
-            yield d, rows, torch.bmm(flat(delta[rows]), inner)
+        for d in range(0, len(left), count):
+            some = [flat(delta[rows]) for delta in left[d : d + count]]
+            stacked = some[0] if len(some) == 1 else torch.cat(some, 1)
+            gradients = torch.unflatten(torch.bmm(stacked, inner), 1, (len(some), -1))
+            yield slice(d, d + count), rows, gradients
 
 
 def _apart(
@@ -563,8 +584,10 @@ class Outer(Term):
     def weighted_squares(self, weights: Tensor) -> Tensor:
         each = self.layout.factored(weights).flatten().to(self.right)
         totals = torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
-        for _, rows, gradient in _gradients(self.left, self.right):
-            totals[rows] += gradient.square_().reshape(-1, len(each)) @ each
+        groups = self.right.shape[1]
+        for _, rows, gradients in _gradients(self.left, self.right):
+            squares = torch.unflatten(gradients.square_().sum(1), 0, (-1, groups))
+            totals[rows] += squares.reshape(-1, len(each)) @ each
         return totals
 
     def form(self, form: Form, weight: Weight, sign: Tensor | None) -> Formed:

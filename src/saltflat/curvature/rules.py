@@ -41,6 +41,7 @@ from saltflat.curvature.contractions import (
     RankOne,
     Term,
 )
+from saltflat.curvature.fused import sums_over_positions
 from saltflat.geometry import Matrix, windows
 
 
@@ -411,6 +412,8 @@ class SpreadUse(Use, ABC):
     def keep(self, delta: Tensor, rows: Rows) -> dict[str, Tensor]:
         """The sums themselves: far smaller than the delta."""
         one_row = rows.dim == 0 and len(delta) == rows.count
+        if one_row and (both := self._by_kernel(delta)) is not None:
+            return {role: both[role].reshape(-1, *shape) for role, shape in self.shapes.items()}
         sums = {}
         for role, shape in self.shapes.items():
             align = self.align[role]
@@ -426,6 +429,16 @@ class SpreadUse(Use, ABC):
                 summed = rows.first(product).sum(spread)
             sums[role] = summed.reshape(-1, *shape)
         return sums
+
+    def _by_kernel(self, delta: Tensor) -> dict[str, Tensor] | None:
+        """Both sums in one go, where the parameters belong to channels and there is a kernel."""
+        if not delta.is_cuda or "weight" not in self.align:
+            return None
+        channels = (1, delta.shape[1], *[1] * (delta.ndim - 2))
+        if any(align != channels for align in self.align.values()):
+            return None
+        both = sums_over_positions(delta, self.multiplier())
+        return None if both is None else {"weight": both[0], "bias": both[1]}
 
     def keep_all(self, deltas: Tensor, rows: Rows) -> list[dict[str, Tensor]]:
         return [self.keep(delta, rows) for delta in deltas]

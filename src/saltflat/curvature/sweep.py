@@ -141,6 +141,9 @@ def direction_price(kinds: frozenset[Kind]) -> float:
 # larger than what batching them costs.
 _SMALL = 300_000
 
+# Entries a sample from which on convolutions, and not their launches, take a GPU's time.
+_LARGE = 1 << 17
+
 # Blocks whose parts by sample are kept together: their covariances are the square of that.
 _MOST_NAMES = 2048
 
@@ -439,9 +442,9 @@ class Pass(ABC):
     def chunk_size(self, plan: Plan, batch: Batch) -> int:
         """How many samples fit: graph, outputs, deltas of directions, patches, output Hessians.
 
-        The batch is cut evenly. On a GPU chunks stay below 512 samples, above which cuDNN picks
-        slower kernels in float32 (ResNet-18 on an H200: 5.5 gradients at 1000, 4.9 at 500), or
-        1024 in TensorFloat-32 (5.7 at 1000, 6.0 at 500).
+        The batch is cut evenly. On a GPU chunks of large convolutional networks stay below 512
+        samples, above which cuDNN picks slower kernels in float32 (ResNet-18 on an H200: 5.5
+        gradients at 1000, 4.9 at 500), or 1024 in TensorFloat-32 (5.7 at 1000, 6.0 at 500).
         """
         outputs = plan.outputs.numel()
         entries = 2 * (plan.inputs + plan.activations) + _COPIES * outputs
@@ -450,7 +453,8 @@ class Pass(ABC):
         if not isinstance(self.loss, CrossEntropy | ElementwiseLoss):
             each += 32 * min(outputs, self.settings.max_directions) ** 2
         most = max(1, self.budget() // max(1, each))
-        if self.risk.device.type == "cuda":
+        large = plan.activations >= _LARGE and "conv" in plan.rules.values()
+        if self.risk.device.type == "cuda" and large:
             most = min(most, 1024 if torch.backends.cudnn.allow_tf32 else 512)
         return -(-batch.size // -(-batch.size // most))
 
@@ -497,8 +501,14 @@ class Pass(ABC):
         """Whether the samples that were looked at have the outputs that they had alone."""
         if _as_probed(plan, outputs) or not reduced_precision(self.risk.device):
             return _as_probed(plan, outputs)
-        with full_precision(self.risk.device), torch.no_grad():
-            return _as_probed(plan, self.risk.forward(chunk, Safe()))
+        with torch.no_grad():
+            # Rounding differs from that of the look: alone in this one, else all in full.
+            seen = channels_last(plan.seen) if plan.channels_last else plan.seen
+            alone = replace(plan, sample_outputs=self.risk.forward(seen, Safe()))
+            if _as_probed(alone, outputs):
+                return True
+            with full_precision(self.risk.device):
+                return _as_probed(plan, self.risk.forward(chunk, Safe()))
 
     def wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
@@ -751,7 +761,9 @@ def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str],
     """The values on the CPU, in one transfer: waiting for a GPU once for each is what costs."""
     if all(value.is_cpu for value in values.values()):
         return dict(values)
-    flat = torch.cat([value.reshape(-1) for value in values.values()]).cpu()
+    flat = torch.cat([value.reshape(-1) for value in values.values()])
+    pinned = flat.is_cuda  # memory that a GPU writes to at once, not by way of another
+    flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pinned).copy_(flat)
     parts = flat.split([value.numel() for value in values.values()])
     # Each with memory of its own, so that one that is kept or saved does not keep the others.
     return {
