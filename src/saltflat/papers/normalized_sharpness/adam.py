@@ -94,4 +94,4 @@ def _convolution(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
     columns = seen.permute(0, 1, 2, 5, 6, 3, 4).flatten(5).flatten(2, 4)
     result = rows[:, None] @ columns
     result = result if bias is None else result + bias[:, None, :, None]
-    return result.unflatten(3, place)
+    return result.reshape(*result.shape[:3], *place)
