@@ -12,7 +12,7 @@ from torch import nn
 import saltflat as sf
 from saltflat.datasets import Batches, Data
 from saltflat.papers import trained
-from saltflat.papers.trained import accuracy, cosine, decays, fit, mean_loss, one_cycle
+from saltflat.papers.trained import accuracy, cosine, decays, fit, mean_loss, one_cycle, warmed
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -177,3 +177,5 @@ def test_schedules() -> None:
         [0, 0.5, 1, 0.5, 0]
     )
     assert [decays(0.3, 0.6, by=0.2)(t) for t in (0.0, 0.3, 0.7)] == pytest.approx([1, 0.2, 0.04])
+    rising = warmed(decays(0.5, by=0.1), 0.2)
+    assert [rising(t) for t in (0.0, 0.1, 0.2, 0.4, 0.5)] == pytest.approx([0.01, 0.505, 1, 1, 0.1])

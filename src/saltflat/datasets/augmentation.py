@@ -34,10 +34,12 @@ def crop(padding: int = 4) -> Step:
 
     def step(x: Tensor, generator: Generator) -> Tensor:
         count, channels, height, width = _shape(x)
-        corner = torch.randint(2 * padding + 1, (2, count, 1), generator=generator)
-        rows, columns = corner[0] + torch.arange(height), corner[1] + torch.arange(width)
+        drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=generator)
+        down, across = drawn.to(x.device)
+        rows = down + torch.arange(height, device=x.device)
+        columns = across + torch.arange(width, device=x.device)
         pixel = rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]
-        place = pixel.reshape(count, 1, -1).to(x.device).expand(-1, channels, -1)
+        place = pixel.reshape(count, 1, -1).expand(-1, channels, -1)
         return F.pad(x, (padding,) * 4).flatten(2).gather(2, place).reshape(x.shape)
 
     return step
@@ -79,10 +81,9 @@ def cutout(size: int) -> Step:
 
     def step(x: Tensor, generator: Generator) -> Tensor:
         count, _, height, width = _shape(x)
-        rows = _covered(size, height, count, generator)
-        columns = _covered(size, width, count, generator)
-        square = rows[:, None, :, None] & columns[:, None, None, :]
-        return x.masked_fill(square.to(x.device), 0)
+        rows = _covered(size, height, count, generator).to(x.device)
+        columns = _covered(size, width, count, generator).to(x.device)
+        return x.masked_fill(rows[:, None, :, None] & columns[:, None, None, :], 0)
 
     return step
 

@@ -43,6 +43,11 @@ def decays(*at: float, by: float) -> Schedule:
     return lambda done: by ** sum(done >= part for part in at)
 
 
+def warmed(schedule: Schedule, part: float) -> Schedule:
+    """Multiplied by what rises linearly from a hundredth to 1 over the first `part`."""
+    return lambda done: min(1.0, 0.01 + 0.99 * done / part) * schedule(done)
+
+
 def last_linear(model: nn.Module) -> str:
     """The name of the last linear layer."""
     names: list[str] = [n for n, each in model.named_modules() if isinstance(each, nn.Linear)]

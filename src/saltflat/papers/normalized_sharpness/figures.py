@@ -6,6 +6,7 @@ from functools import partial
 
 from saltflat.papers.experiment import Experiment
 from saltflat.papers.normalized_sharpness import networks
+from saltflat.papers.random_labels import RATIOS
 
 
 def _experiment(number: int, name: str, title: str, published: float) -> Experiment:
@@ -20,7 +21,7 @@ def _experiment(number: int, name: str, title: str, published: float) -> Experim
         rows=partial(networks.rows, name=name, title=title, published=published),
         draw=partial(networks.draw, name=name, title=title),
         together=networks.together,
-        most=33,
+        most=len(RATIOS),  # a seed
         runs_of=None if number == 3 else "normalized-sharpness/figure-3",
     )
 
