@@ -1,9 +1,9 @@
 """Small networks of one shape, trained together by Adam as one batched network.
 
-A convolution with weights of every network's own is a grouped one, which GPUs are slow at in
-float32. Here it is the product of the weights with what the kernel sees: copied out once for all
-networks, and multiplied sample by sample, so that the gradient of the weights is many short sums in
-parallel instead of one that is as long as all positions of all samples.
+A convolution with weights of every network's own would be a grouped one. Here it is the product of
+the weights with what the kernel sees: copied out once for all networks, and multiplied sample by
+sample, so that the gradient of the weights is many short sums instead of one that is as long as all
+positions of all samples. Which of the two is faster on a GPU has not been measured.
 """
 
 from __future__ import annotations
