@@ -41,7 +41,7 @@ def adam_together(
     def step() -> None:
         slopes = grad(risk)(parameters, x[chosen], y[members, chosen])
         for name, parameter in parameters.items():
-            parameter.grad = slopes[name]
+            parameter.grad = slopes[name].contiguous()  # as fused steps want it
         adam.step()
 
     replayed = Replayed(step, x.device)
