@@ -477,8 +477,8 @@ class _Question:
     def agrees_nearby(self, gradients: Mapping[str, Tensor], together: int) -> bool:
         """The same in float64: of these gradients, or of its own for some samples at a time.
 
-        At the smallest step, and at a larger one: of a deep network whose gradients vanish, rounding
-        is all that is left of the smallest.
+        At the smallest step, and at a larger one: of a deep network whose gradients vanish, the
+        smallest shows rounding alone.
         """
         if replace(self, how=_NEAR).agrees_here(gradients) or self.agrees_here(gradients):
             return True
