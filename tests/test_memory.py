@@ -263,7 +263,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator is meant")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="of glibc's allocator"
+)
 def test_blocks_are_kept_for_the_next_use() -> None:
     """Pages are not given back and taken again, unless the user has set the threshold."""
 
