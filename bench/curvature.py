@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.cases import CASES, NETWORKS, Case
 from bench.contest import Entry, Settings, measure
-from bench.device import configure, describe, machine
+from bench.device import THREADS, configure, describe, machine
 from bench.table import save, terminal
 
 _RESULTS = Path(__file__).parent / "results"
@@ -22,6 +22,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tf32", action="store_true", help="on CUDA, allow tf32")
+    parser.add_argument("--threads", type=int, default=THREADS, help="of the CPU")
     parser.add_argument("--repeats", type=int, default=7, help="rounds of timing")
     parser.add_argument("--full", action="store_true", help="run slow peers in full, not scaled")
     parser.add_argument("--no-peers", action="store_true", help="saltflat and the gradient alone")
@@ -40,7 +41,7 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
 
 def main() -> None:
     options = _options()
-    configure(options.device, options.tf32)
+    configure(options.device, options.tf32, options.threads)
     settings = Settings(
         repeats=2 if options.quick else options.repeats,
         device=options.device,
@@ -52,7 +53,7 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    title = f"Exact curvature: {describe(options.device, options.tf32)}"
+    title = f"Exact curvature: {describe(options.device, options.tf32, options.threads)}"
     suffix = "" if options.device == "cpu" else "-tf32" if options.tf32 else "-fp32"
     stem = (options.out or _RESULTS) / f"curvature-{machine(options.device)}{suffix}"
     results: dict[str, dict[str, Entry]] = {}

@@ -7,9 +7,9 @@ import torch
 THREADS = 2
 
 
-def configure(device: str, tf32: bool) -> None:
-    """Two CPU threads; on CUDA, full float32 unless `tf32`, for products and convolutions alike."""
-    torch.set_num_threads(THREADS)
+def configure(device: str, tf32: bool, threads: int = THREADS) -> None:
+    """CPU threads; on CUDA, full float32 unless `tf32`, for products and convolutions alike."""
+    torch.set_num_threads(threads)
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
@@ -20,7 +20,8 @@ def machine(device: str) -> str:
     return torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else device
 
 
-def describe(device: str, tf32: bool) -> str:
+def describe(device: str, tf32: bool, threads: int = THREADS) -> str:
     """One line for the head of a table."""
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{THREADS} CPU threads"
+    cpu = f"{threads} CPU thread{'s' * (threads > 1)}"
+    where = torch.cuda.get_device_name() if device == "cuda" else cpu
     return f"{where}, {'tf32' if tf32 else 'float32'}, torch {torch.__version__}"

@@ -143,9 +143,7 @@ def main() -> None:
         run()
         timed[name] = Timed(run, clocked(run, options.device)[0])
     times = in_turns(timed, options.repeats, options.device)
-    where = describe(options.device, False).replace(
-        f"{THREADS} CPU threads", f"{options.threads} CPU threads"
-    )
+    where = describe(options.device, False, options.threads)
     text = table(times, f"batch {options.batch}, {where}", _agree(options.device))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"fam-{machine(options.device)}.md").write_text(text)

@@ -329,3 +329,31 @@ class Through(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x * 0.3).detach()
+
+
+class Deep(nn.Sequential):
+    """So many layers that gradients vanish, with something before the last."""
+
+    def __init__(self, last: nn.Module) -> None:
+        torch.manual_seed(0)
+        layers = (each for _ in range(32) for each in (nn.Linear(64, 64), nn.ReLU()))
+        super().__init__(*layers, last, nn.Linear(64, 3))
+
+
+def test_vanishing_gradients_take_a_larger_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the smallest one there is but rounding; samples need not be asked two by two for that."""
+    torch.manual_seed(1)
+    x, y = torch.randn(12, 64), torch.arange(12) % 3
+    asked = []
+    slope = derivative._Question.slope
+
+    def counted(self: Any, *args: Any) -> float:
+        asked.append((self.batch.size, self.how.steps[0]))
+        return slope(self, *args)
+
+    monkeypatch.setattr(derivative._Question, "slope", counted)
+    assert sf.trace(Deep(nn.Identity()), (x, y)).exact
+    assert {size for size, _ in asked} == {12}
+    assert asked[-1][1] == 1e-6
+    with pytest.raises(sf.ModelError, match="not the derivative"):
+        sf.trace(Deep(Through()), (x, y))

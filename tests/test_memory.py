@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -245,3 +249,35 @@ def test_a_chunk_grows_with_the_root_of_the_weights(weights: int, budget: int) -
     cpu = torch.device("cpu")
     assert plan.Settings().budget(cpu, weights) >> 20 == budget
     assert plan.Settings(memory_budget=7).budget(cpu, weights) == 7
+
+
+_FAULTS = """
+import resource, torch, saltflat as sf
+from saltflat import zoo
+torch.set_num_threads(1)
+model, x, y = zoo.ibayashi_cnn(), torch.randn(100, 1, 28, 28), torch.arange(100) % 10
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    sf.trace(model, (x, y))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="of glibc's allocator"
+)
+def test_blocks_are_kept_for_the_next_use() -> None:
+    """Pages are not given back and taken again, unless the user has set the threshold."""
+
+    def faults(**settings: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _FAULTS],
+            env=os.environ | settings,
+            capture_output=True,
+            check=True,
+        )
+        return int(done.stdout)
+
+    given_back = faults(MALLOC_MMAP_THRESHOLD_=str(1 << 17))
+    assert given_back > 5000
+    assert faults() < given_back / 10

@@ -1,8 +1,9 @@
-"""Errors out of a user's code: want of memory, on with less at a time, and chance."""
+"""Memory: want of it and other errors out of a user's code, on with less, and blocks kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -54,3 +55,18 @@ def halving(call: Callable[[int], Result], size: int) -> Result:
         size //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+_KEPT = (1 << 25) - (1 << 16)  # bytes: glibc learns from blocks of up to 32 MiB
+
+
+@cache
+def keep_blocks() -> None:
+    """Let the allocator keep freed blocks for the next use, once for the process.
+
+    Passes take and free the same blocks again and again. glibc gives those of 128 KiB and more back
+    to the system at once, and every page of the next one comes as a fault: a third of the time of a
+    small CNN. It learns from the blocks that are freed how large those are that come and go. So one
+    is, of which no page is ever touched. Thresholds that the user has set stay as they are.
+    """
+    torch.UntypedStorage(_KEPT, device="cpu")

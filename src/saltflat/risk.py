@@ -48,7 +48,7 @@ from saltflat.losses import (
     summary,
     with_settings,
 )
-from saltflat.memory import halving, ordinary
+from saltflat.memory import halving, keep_blocks, ordinary
 from saltflat.prints import in_words
 from saltflat.session import RandomState, lend, modules_in
 from saltflat.sharded import ADVICE, Gathering, is_sharded, refuse_flattened, settle
@@ -301,6 +301,8 @@ class Risk:
     @contextmanager
     def session(self) -> Iterator[None]:
         """The context in which the model may be run; it leaves everything as it was found."""
+        if self.device.type == "cpu":
+            keep_blocks()
         self._start = RandomState(self._items, self.device)
         self._passes = 0
         measured = {id(p) for p in self.parameters.values()}

@@ -329,16 +329,15 @@ def _direction(
     roots = [max(1, p.numel()) ** 0.5 for p in own]
     sizes = [size if size > 0 else root for size, root in zip(sizes, roots, strict=True)]
     scales = _scales(lengths, sizes)
-    along = torch._foreach_mul(given, scales)
+    along = list(torch._foreach_mul(given, scales))
     # Entries without a gradient move too, and more: they may have none because they are detached.
     # How does not matter: by what their neighbours are, and a little.
-    beside = [p.roll(1) for p in own]
-    torch._foreach_add_(beside, [size / root for size, root in zip(sizes, roots, strict=True)])
-    torch._foreach_mul_(beside, 3.0)
-    parts = zip(gradients, given, beside, along, strict=True)
-    direction = {name: torch.where(g == 0, other, v) for name, g, other, v in parts}
+    felt = torch.stack([torch.count_nonzero(g) for g in given]).tolist()
+    for k in [k for k, g in enumerate(given) if felt[k] < g.numel()]:
+        beside = own[k].roll(1).add_(sizes[k] / roots[k]).mul_(3.0)
+        along[k] = torch.where(given[k] == 0, beside, along[k])
     slopes = (s * length**2 for s, length in zip(scales, lengths, strict=True))
-    return direction, dict(zip(gradients, slopes, strict=True))
+    return dict(zip(gradients, along, strict=True)), dict(zip(gradients, slopes, strict=True))
 
 
 def _scales(lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
@@ -476,8 +475,12 @@ class _Question:
             _bind(self.risk.parameters, own)
 
     def agrees_nearby(self, gradients: Mapping[str, Tensor], together: int) -> bool:
-        """The same in float64: of these gradients, or of its own for some samples at a time."""
-        if replace(self, how=_NEAR).agrees_here(gradients):
+        """The same in float64: of these gradients, or of its own for some samples at a time.
+
+        At the smallest step, and at a larger one: of a deep network whose gradients vanish, the
+        smallest shows rounding alone.
+        """
+        if replace(self, how=_NEAR).agrees_here(gradients) or self.agrees_here(gradients):
             return True
         return all(part.agrees_with_its_own(gradients) for part in self.parts(together))
 
