@@ -360,6 +360,12 @@ class Risk:
         """The least of what processes that share the model have of a number."""
         return number if self.gathering is None else self.gathering.least(number)
 
+    def meet(self) -> None:
+        """Before a portion of work: processes that share the model gather less if they begin at
+        the same time."""
+        if self.gathering is not None:
+            self.gathering.meet()
+
     def _check_sharded(self, everything: Mapping[str, Tensor]) -> None:
         if not self.sharded:
             return

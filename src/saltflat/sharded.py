@@ -288,6 +288,10 @@ class Gathering(ABC):
         """The smallest of what the processes have, where they must go by the same."""
 
     @abstractmethod
+    def meet(self) -> None:
+        """Go on together, where processes do not all do the same."""
+
+    @abstractmethod
     def end(self, samples: int) -> None:
         """All data were read, so many samples."""
 
@@ -352,6 +356,9 @@ class Together(Gathering):
         self._agree("a pass", self._passes, sign(), int(torch.is_grad_enabled()))
         with self.saving(self.insist):
             yield
+
+    def meet(self) -> None:
+        """Which they do."""
 
     def end(self, samples: int) -> None:
         self._agree("the end of the data", samples)
@@ -547,8 +554,10 @@ class Served(Gathering):
         with torch._C._DisableFuncTorch():  # also amid backward passes of many directions at once
             self._keep_room()
             states = self._ranks.told(state)
-            if _FAILS in states and state > _RESTS:
-                raise Stopped
+            if _FAILS in states:  # which all see, so that nobody gathers any more
+                if state > _RESTS:
+                    raise Stopped
+                return states
             self._room = None
             for number in sorted({each for each in states if each >= 0}):
                 for k, sharded in enumerate(self._bundles[number]):
