@@ -56,6 +56,18 @@ def test_against_the_dense_oracle(worlds: Worlds, count: int) -> None:
             torch.testing.assert_close(got.flatten(), block.diagonal(), rtol=1e-10, atol=1e-13)
 
 
+def test_what_takes_the_whole_model_is_skipped_on_all_ranks(worlds: Worlds) -> None:
+    alone = sf.measure(straight(), Shard(2, None)(straight()))
+    for results in worlds(2):
+        found, skipped, source = results["default"]
+        assert source == (12, 2)
+        assert "hessian_trace" in found
+        assert all("gathered(model)" in why for why in skipped.values())
+        assert found.keys() | skipped.keys() >= set(alone)
+        for name, (value, *_) in found.items():
+            assert value == pytest.approx(alone[name].value, rel=1e-10)
+
+
 def test_a_rank_that_runs_out_of_memory_takes_fewer_samples(worlds: Worlds) -> None:
     alone = dict(sf.trace(straight(), Shard(2, None)(straight())))
     for rank, results in enumerate(worlds(2)):

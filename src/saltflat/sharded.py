@@ -139,9 +139,9 @@ _WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain o
 def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
     """Within, all modules that `fully_shard` (FSDP2) shards have their whole weights.
 
-    Such a model is measured as one that is not sharded: all measures are there, each process may
-    run passes of its own, and `distributed=True` takes samples of its own from every rank. It takes
-    the memory of the whole model in every process. All processes must enter and leave together.
+    Such a model is measured as one that is not sharded: all measures are there, and each process
+    may run passes of its own. It takes the memory of the whole model in every process. All
+    processes must enter and leave together.
 
     Parameters
     ----------
@@ -231,9 +231,9 @@ class _Part:
 _LEFT, _ASKED = "an error", "the call"
 _RAISED = "A process that shares the model has raised an error: look at the output of the others"
 _OTHER_SAMPLES = (
-    "The processes that share the model do not run it on the same samples, in the same order. A "
-    "sharded model is gathered by all of them together: give every rank the same data, without a "
-    "DistributedSampler, and make the same call on all of them"
+    "The processes that share the model do not run it on the same samples, in the same order. Pass "
+    "distributed=True if these are every rank's own, or give every rank the same data, without a "
+    "DistributedSampler; and make the same call on all of them"
 )
 _OTHER_OPTIONS = (
     "The processes that share the model were not asked for the same. All must make the same call, "
