@@ -211,8 +211,15 @@ def otherwise(shard: Shard) -> Any:
                 fully_shard(layer, mesh=mesh)
         return model
 
+    def kept(model: nn.Module) -> nn.Module:
+        """Between passes layers are left whole, or in fewer parts."""
+        for layer in (*model.children(), model):
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, reshard_after_forward=2 if dist.get_world_size() == 4 else False)
+        return model
+
     found, memory = {}, 2000 if shard.rank == 0 else None
-    for spread in (as_one, partly, ahead, both_ways):
+    for spread in (as_one, partly, ahead, both_ways, kept):
         model = shard.model(dense, spread)
         options: dict[str, Any] = {"memory_budget": memory, "distributed": shard.several}
         found[spread.__name__] = of_trace(sf.trace(model, shard(dense()), **options))
