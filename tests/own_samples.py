@@ -381,6 +381,11 @@ def nan(shard: Shard) -> Any:
     return sf.trace(by_layer(dense()), data, distributed=True)
 
 
+def no_data(shard: Shard) -> Any:
+    """One rank fails before the model is looked at."""
+    return sf.trace(by_layer(dense()), None if shard.rank else shard(dense()), distributed=True)
+
+
 def unread(shard: Shard) -> Any:
     def unpack(item: Any) -> Any:
         if shard.rank:
@@ -445,6 +450,7 @@ OTHERS: dict[str, Callable[[Shard], Any]] = {
         failing_early,
         interrupted,
         nan,
+        no_data,
         unread,
         detached,
         eigenvalues,

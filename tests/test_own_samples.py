@@ -112,6 +112,7 @@ def test_ranks_that_wait_for_each_other_gather_less(worlds: Worlds) -> None:
 
 REFUSALS = {
     "nan": ("DataError", "batch 0 of rank 1 hold NaN"),
+    "no_data": ("InvalidType", "The data must be a DataLoader"),
     "unread": ("OSError", "the disk is gone"),
     "detached": ("ModelError", "is not the derivative"),
     "eigenvalues": ("ModelError", "gathered(model)"),

@@ -382,6 +382,7 @@ class Risk:
                 f"sharded over a mesh of {min(meshes)}. Leave distributed=True out, and give all "
                 f"ranks of the mesh the same data. {ADVICE}"
             )
+        self.reduction.each(_comes_so_far)  # before anything is gathered
 
     def _passing(self, batch: Batch) -> AbstractContextManager[None]:
         """What a forward pass runs in. Processes that must all do the same go by a checksum."""
@@ -801,6 +802,10 @@ class Risk:
                 "Data are constants: compute them under torch.no_grad(), or inside the model."
             )
         return leaf.detach()
+
+
+def _comes_so_far() -> None:
+    """Where a rank has failed before, all stop."""
 
 
 _EMPTY = "The data are empty: there is no batch to measure."

@@ -403,6 +403,8 @@ class Together(Gathering):
 # it needs nothing more, and that it has failed.
 _MEETS, _RESTS, _FAILS = -1, -2, -3
 
+_ROOM = 3  # times a weight, while it is gathered: as it arrives, put in order, and changed
+
 Take = Callable[[int, Tensor], None]
 
 
@@ -436,9 +438,8 @@ class Served(Gathering):
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(model)
         self._ranks = ranks
-        self._states = list(
-            {id(s): s for s in (m._get_fsdp_state() for m in self.modules)}.values()
-        )
+        states = (module._get_fsdp_state() for module in self.modules)
+        self._states = list({id(state): state for state in states}.values())
         # What is gathered at a time, the same on all ranks: groups of FSDP2, then each parameter.
         self._bundles: list[list[Any]] = []
         self._groups: dict[int, int] = {}  # id of a group -> its number
@@ -451,7 +452,6 @@ class Served(Gathering):
         for sharded in [each.sharded_param for group in groups for each in group.fsdp_params]:
             self._places[_place(sharded)] = len(self._bundles)
             self._bundles.append([sharded])
-        self._room: Tensor | None = None
 
     @contextmanager
     def open(self) -> Iterator[Served]:
@@ -471,7 +471,6 @@ class Served(Gathering):
                 self.rest()
         finally:
             self._ranks.service = None
-            self._room = None
             for state, states in ahead:
                 state._states_to_forward_prefetch = states
 
@@ -533,7 +532,12 @@ class Served(Gathering):
             with _unsafe_preserve_version_counter(params[k]._unsharded_param):
                 params[k]._unsharded_param.copy_(values)
 
-        self._asked(self._groups[id(group)], take)
+        try:
+            self._asked(self._groups[id(group)], take)
+        except BaseException:
+            for each in params:
+                each.free_unsharded_param()
+            raise
         group._to_unsharded()
 
     def _changed(self, sharded: Any, whole: Tensor) -> Tensor:
@@ -552,13 +556,13 @@ class Served(Gathering):
     def _told(self, state: int, take: Take | None = None) -> list[int]:
         """What all ranks say; and whatever one of them asks for is gathered."""
         with torch._C._DisableFuncTorch():  # also amid backward passes of many directions at once
-            self._keep_room()
+            if state > _RESTS:
+                self._check_room()
             states = self._ranks.told(state)
             if _FAILS in states:  # which all see, so that nobody gathers any more
                 if state > _RESTS:
                     raise Stopped
                 return states
-            self._room = None
             for number in sorted({each for each in states if each >= 0}):
                 for k, sharded in enumerate(self._bundles[number]):
                     whole = self._ranks.call(partial(_gathered_whole, sharded))
@@ -567,12 +571,13 @@ class Served(Gathering):
                     del whole
         return states
 
-    def _keep_room(self) -> None:
-        """Memory for a weight that others ask for: to run out of it here leaves nobody waiting."""
+    def _check_room(self) -> None:
+        """Whether there is memory for a weight that others ask for: to run out of it between two
+        collectives would leave them waiting."""
         like = self._bundles[0][0]
-        if self._room is None and like.device.type == "cuda":
+        if like.device.type == "cuda":
             largest = max(each.numel() for bundle in self._bundles for each in bundle)
-            self._room = torch.empty(2 * largest, dtype=like.dtype, device=like.device)
+            torch.empty(_ROOM * largest, dtype=like.dtype, device=like.device)
 
 
 def _place(sharded: Any) -> int:
