@@ -153,6 +153,8 @@ class Ranks(Reduction):
             own = error
             said = pickle.dumps((_LEFT, place, _portable(error)))
         self._working = False
+        if own is not None and self._closed:
+            raise own  # what has closed it, amid the work
         return self._agreed(self._exchanged(said, own is not None), own)
 
     def leave(self, error: BaseException) -> None:
