@@ -10,10 +10,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from datetime import timedelta
+from math import isclose, isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 from unittest import mock
 
 import torch
@@ -94,6 +96,29 @@ def own_batches(world: int, rank: int) -> Batches:
     counts = [len(sizes) for sizes in SHARDS[world]]
     first = sum(counts[:rank])
     return all_batches(world)[first : first + counts[rank]]
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two results are not the same to 1e-10."""
+    if is_dataclass(one) and is_dataclass(other):
+        return differences(asdict(one), asdict(other), where)
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+        pairs = [(one[key], other[key], f"{where}/{key}") for key in one]
+    elif (
+        isinstance(one, Sequence)
+        and isinstance(other, Sequence)
+        and not isinstance(one, str)
+        and len(one) == len(other)
+    ):
+        pairs = [(a, b, f"{where}/{k}") for k, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        same = one == other
+        if isinstance(one, float) and isinstance(other, float):
+            same = isclose(one, other, rel_tol=1e-10, abs_tol=1e-13) or (
+                isnan(one) and isnan(other)
+            )
+        return [] if same else [f"{where}: {one} and {other}"]
+    return [line for pair in pairs for line in differences(*pair)]
 
 
 def report(result: sf.Report) -> dict[str, Any]:
@@ -628,25 +653,37 @@ def dies(data: Batches) -> Any:
     return sf.measure(relu(), data, unpack=unpack, distributed=True)
 
 
-def work(rank: int, world: int, folder: str) -> None:
-    """All jobs of a rank; their results, or errors, go to a file."""
+def meet(rank: int, world: int, folder: str) -> None:
+    """Begin a rank of a world."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = torch.distributed.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    data, results = own_batches(world, rank), dict[str, Any]()
 
-    def attempt(name: str, job: Callable[[], Any]) -> None:
+
+@final
+class Attempts:
+    """The results of a rank, or its errors, and how long they took; they go to a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.results = path, dict[Any, Any]()
+
+    def __call__(self, name: str, job: Callable[[], Any]) -> None:
         start = time.perf_counter()
         try:
-            results[name] = job()
+            self.results[name] = job()
         except BaseException as error:
             notes = " ".join(getattr(error, "__notes__", ()))
-            results[name] = type(error).__name__, f"{error} {notes}"
-        results["seconds", name] = time.perf_counter() - start
-        torch.save(results, f"{folder}/{rank}.pt")
+            self.results[name] = type(error).__name__, f"{error} {notes}"
+        self.results["seconds", name] = time.perf_counter() - start
+        torch.save(self.results, self.path)
 
+
+def work(rank: int, world: int, folder: str) -> None:
+    """All jobs of a rank."""
+    meet(rank, world, folder)
+    data, attempt = own_batches(world, rank), Attempts(f"{folder}/{rank}.pt")
     for name in JOBS[world]:
         attempt(name, lambda name=name: SAME[name](data, True))  # type: ignore[misc]
     if world == 2:
@@ -661,7 +698,9 @@ def work(rank: int, world: int, folder: str) -> None:
 _NEEDED = ["scipy.optimize", "scipy.sparse.linalg", "scipy.stats", "torch._dynamo", "torch.export"]
 
 
-def started(world: int, folder: Path) -> list[dict[Any, Any]]:
+def started(
+    world: int, folder: Path, work: Callable[[int, int, str], None] = work
+) -> list[dict[Any, Any]]:
     """The results of every rank; those that run too long are ended."""
     # One process imports everything, which takes most of the time, and starts the others.
     context = mp.get_context("forkserver")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable
 from functools import cache
 from io import BytesIO
-from math import isclose, isnan
+from math import isclose
 from typing import Any
 
 import pytest
 import ranks
 import torch
 from dense import Dense
+from ranks import differences
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import saltflat as sf
@@ -31,29 +31,6 @@ Worlds = Callable[[int], Results]
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     """The results of all jobs in a world of so many ranks, which is started once."""
     return cache(lambda count: ranks.started(count, tmp_path_factory.mktemp("world")))
-
-
-def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two results are not the same to 1e-10."""
-    if is_dataclass(one) and is_dataclass(other):
-        return differences(asdict(one), asdict(other), where)
-    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
-        pairs = [(one[key], other[key], f"{where}/{key}") for key in one]
-    elif (
-        isinstance(one, Sequence)
-        and isinstance(other, Sequence)
-        and not isinstance(one, str)
-        and len(one) == len(other)
-    ):
-        pairs = [(a, b, f"{where}/{k}") for k, (a, b) in enumerate(zip(one, other, strict=True))]
-    else:
-        same = one == other
-        if isinstance(one, float) and isinstance(other, float):
-            same = isclose(one, other, rel_tol=1e-10, abs_tol=1e-13) or (
-                isnan(one) and isnan(other)
-            )
-        return [] if same else [f"{where}: {one} and {other}"]
-    return [line for pair in pairs for line in differences(*pair)]
 
 
 @pytest.mark.parametrize(("count", "job"), [(n, job) for n in ranks.JOBS for job in ranks.JOBS[n]])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from saltflat.errors import DataError, DistributedError, InvalidType, InvalidValue, ModelError
 from saltflat.prints import in_words, of_buffers, of_modules, of_parameters
+from saltflat.sharded import Served, Stopped
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -79,6 +80,8 @@ def reduction(distributed: bool, call: str, **options: object) -> Iterator[Reduc
         agree({}, together)
         yield together
         together.each(_nothing)
+    except Stopped as error:
+        raise together.stopped() from error
     except BaseException as error:
         together.leave(error)
         raise
@@ -108,6 +111,7 @@ def agree(told: Mapping[str, str], reduction: Reduction) -> None:
                 )
 
 
+_ELSEWHERE = "Another rank has raised an error: look at the output of the others"
 _SAME = "All must make the same call, with the same model and options."
 
 
@@ -115,7 +119,7 @@ def _short(words: str) -> str:
     return words if len(words) <= 200 else f"{words[:200]}…"
 
 
-_DONE, _FAILED, _LEFT = "done", "failed", "left"
+_DONE, _FAILED, _LEFT, _STOPPED = "done", "failed", "left", "stopped"
 
 
 @final
@@ -127,15 +131,21 @@ class Ranks(Reduction):
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self._closed = ""  # why nothing can be exchanged any more
         self._working = False
-        self._group: Any = self._call(_for_objects)
+        self.service: Served | None = None
+        self._group: Any = self.call(_for_objects)
 
     def each(self, work: Callable[[], Result]) -> list[Result]:
         assert not self._working, "a rank's own work cannot wait for the others"
         own: BaseException | None = None
         place = f"{work.__module__}.{work.__qualname__}"
+        if self.service is not None:
+            self.service.meet()
         self._working = True
         try:
             said = _packed((_DONE, place, work()))
+        except Stopped:
+            own = DistributedError(f"{_ELSEWHERE}.")
+            said = pickle.dumps((_STOPPED, place, own))
         except Exception as error:
             own = _portable(error)
             said = pickle.dumps((_FAILED, place, own))
@@ -143,15 +153,34 @@ class Ranks(Reduction):
             own = error
             said = pickle.dumps((_LEFT, place, _portable(error)))
         self._working = False
-        return self._agreed(self._exchanged(said), own)
+        if own is not None and self._closed:
+            raise own  # what has closed it, amid the work
+        return self._agreed(self._exchanged(said, own is not None), own)
 
     def leave(self, error: BaseException) -> None:
         """This rank raises, and the others, wherever they are, are to do so too."""
         if self._closed:
             return
         with suppress(DistributedError):  # the others are gone already
-            self._exchanged(pickle.dumps((_LEFT, "", _portable(error))))
+            self._exchanged(pickle.dumps((_LEFT, "", _portable(error))), failed=True)
         self._closed = f"rank {self.rank} has stopped"
+
+    def stopped(self) -> BaseException:
+        """What the rank has raised because of which this one cannot go on."""
+        own: BaseException = DistributedError(f"{_ELSEWHERE}.")
+        try:
+            self._agreed(self._exchanged(pickle.dumps((_STOPPED, "", own)), failed=True), own)
+        except BaseException as error:
+            own, self._closed = error, self._closed or f"rank {self.rank} has stopped"
+        return own
+
+    def told(self, number: int) -> list[int]:
+        """A number of every rank, also amid its work."""
+        self._check_open()
+        own = torch.tensor([number])
+        numbers = [torch.zeros_like(own) for _ in range(self.ranks)]
+        self.call(lambda: dist.all_gather(numbers, own, group=self._group))
+        return [int(each) for each in numbers]
 
     def totals(self, sums: Mapping[Key, Tensor], device: torch.device) -> dict[Key, Tensor]:
         shapes, on_device = self._outline(sums, device)
@@ -169,7 +198,7 @@ class Ranks(Reduction):
             rows.append(torch.cat([part.detach().to(**options).reshape(-1) for part in parts]))
 
         self.each(line_up)  # a rank without memory for it must not leave the others waiting
-        self._call(lambda: dist.all_reduce(rows[0], group=None if on_device else self._group))
+        self.call(lambda: dist.all_reduce(rows[0], group=None if on_device else self._group))
         totals = rows[0].to(device).split([shape.numel() for shape in shapes.values()])
         return {
             key: total.reshape(shape).clone()
@@ -195,16 +224,17 @@ class Ranks(Reduction):
     def _agreed(self, answers: list[tuple[str, str, Any]], own: BaseException | None) -> list[Any]:
         """The results, if there is one on every rank."""
         states = [status for status, _, _ in answers]
-        for bad in (_LEFT, _FAILED):
+        places = [place for _, place, _ in answers]
+        for bad in (_LEFT, _FAILED, _STOPPED):
             if bad in states:
                 who = states.index(bad)
-                self._closed = f"rank {who} has stopped" if bad == _LEFT else ""
+                gone = bad == _LEFT or "" in places
+                self._closed = f"rank {who} has stopped" if gone else ""
                 interrupted = own is not None and not isinstance(own, Exception)
                 if own is not None and (interrupted or who == self.rank):
                     raise own
                 answers[who][2].add_note(f"This happened on rank {who} of {self.ranks}.")
                 raise answers[who][2]
-        places = [place for _, place, _ in answers]
         if len(set(places)) > 1:
             self._closed = "the ranks have lost each other"
             other = next(k for k, place in enumerate(places) if place != places[0])
@@ -214,24 +244,30 @@ class Ranks(Reduction):
             )
         return [result for _, _, result in answers]
 
-    def _exchanged(self, said: bytes) -> list[Any]:
-        """What every rank says."""
+    def _check_open(self) -> None:
         if self._closed:
             raise DistributedError(f"Nothing more can be reduced over the ranks: {self._closed}.")
+
+    def _exchanged(self, said: bytes, failed: bool = False) -> list[Any]:
+        """What every rank says, once all of them have done their work."""
+        self._check_open()
+        if self.service is not None:
+            self.service.rest(failed)
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         mine = torch.tensor([len(own)])
-        self._call(lambda: dist.all_gather(sizes, mine, group=self._group))
+        self.call(lambda: dist.all_gather(sizes, mine, group=self._group))
         longest = int(max(sizes))
         padded = torch.cat([own, own.new_zeros(longest - len(own))])
         rows = [padded.new_empty(longest) for _ in range(self.ranks)]
-        self._call(lambda: dist.all_gather(rows, padded, group=self._group))
+        self.call(lambda: dist.all_gather(rows, padded, group=self._group))
         return [
             _Unpickler(BytesIO(row[: int(size)].numpy().tobytes()), self.device).load()
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _call(self, collective: Callable[[], Result]) -> Result:
+    def call(self, collective: Callable[[], Result]) -> Result:
+        """What a collective gives, if all ranks take part in it."""
         try:
             return collective()
         except (RuntimeError, ValueError) as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.session import dense_parts
+from saltflat.sharded import is_sharded
 
 _PIECE = 1 << 20  # words of eight bytes
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed integer
@@ -72,8 +73,12 @@ def of_modules(model: nn.Module) -> dict[str, str]:
 
 
 def of_parameters(model: nn.Module) -> dict[str, str]:
-    """The type, the shape and the values of every parameter."""
-    return {name: f"{p.dtype} {tuple(p.shape)} {_sum(p):x}" for name, p in model.named_parameters()}
+    """Type, shape and values of every parameter; of a sharded one, how it is sharded."""
+    return {
+        name: f"{p.dtype} {tuple(p.shape)} "
+        + (str(p.placements) if is_sharded(p) else f"{_sum(p):x}")
+        for name, p in model.named_parameters()
+    }
 
 
 def of_buffers(model: nn.Module) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice
@@ -26,7 +26,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from saltflat.distributed import LOCAL, Reduction, aligned
+from saltflat.distributed import LOCAL, Ranks, Reduction, aligned
 from saltflat.errors import (
     DataError,
     ForwardError,
@@ -51,7 +51,15 @@ from saltflat.losses import (
 from saltflat.memory import halving, keep_blocks, ordinary
 from saltflat.prints import in_words
 from saltflat.session import RandomState, lend, modules_in
-from saltflat.sharded import ADVICE, Gathering, is_sharded, refuse_flattened, settle
+from saltflat.sharded import (
+    ADVICE,
+    Gathering,
+    Served,
+    Together,
+    is_sharded,
+    refuse_flattened,
+    settle,
+)
 from saltflat.shards import check_padding, check_reading, one_shard, shard_of
 from saltflat.vectors import bounds, total_norm
 from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
@@ -313,9 +321,10 @@ class Risk:
             with aligned(self.model, self._told(), self.reduction) as taken:
                 if taken and (note := _TAKEN + listed(taken)) not in self.notes:
                     self.notes.append(note)
-                with lent() as loan, self._gathered():
-                    yield
-                loan.check_steady(lent, self._answers)
+                with self._gathered():
+                    with lent() as loan:
+                        yield
+                    loan.check_steady(lent, self._answers)
         finally:
             self._start.restore()
 
@@ -329,15 +338,17 @@ class Risk:
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Passes of a model that processes share are made by all of them together."""
-        self.gathering = None
-        if self.sharded:
-            told = in_words({**self.reduction.asked, **self._told()})
-            self.gathering = Gathering(self.model, crc32(told.encode()))
-        try:
-            yield
-        finally:
-            self.gathering = None
+        """What gathers the weights that processes share: for the same passes, or on request."""
+        with ExitStack() as stack:
+            if self.sharded and isinstance(self.reduction, Ranks) and self.reduction.ranks > 1:
+                self.gathering = stack.enter_context(Served(self.model, self.reduction).open())
+            elif self.sharded:
+                told = in_words({**self.reduction.asked, **self._told()})
+                self.gathering = Together(self.model, crc32(told.encode()))
+            try:
+                yield
+            finally:
+                self.gathering = None
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -351,6 +362,12 @@ class Risk:
         """The least of what processes that share the model have of a number."""
         return number if self.gathering is None else self.gathering.least(number)
 
+    def meet(self) -> None:
+        """Before a portion of work: processes that share the model gather less if they begin at
+        the same time."""
+        if self.gathering is not None:
+            self.gathering.meet()
+
     def _check_sharded(self, everything: Mapping[str, Tensor]) -> None:
         if not self.sharded:
             return
@@ -359,18 +376,21 @@ class Risk:
                 f"A sharded model is computed in the dtype of its parameters, not in {self.dtype}. "
                 "Convert it before fully_shard is applied."
             )
-        if self.reduction.ranks > 1:
+        world = self.reduction.ranks
+        meshes = {p.device_mesh.size() for p in everything.values() if is_sharded(p)}
+        if world > 1 and meshes != {world}:
             raise ModelError(
-                "A sharded model is gathered by all ranks together, layer by layer, so that they "
-                "must all run it on the same samples. Leave distributed=True out and give every "
-                f"rank all data. {ADVICE}"
+                f"With distributed=True all {world} ranks gather the model together, and it is "
+                f"sharded over a mesh of {min(meshes)}. Leave distributed=True out, and give all "
+                f"ranks of the mesh the same data. {ADVICE}"
             )
+        self.reduction.each(_comes_so_far)  # before anything is gathered
 
     def _passing(self, batch: Batch) -> AbstractContextManager[None]:
-        """What a forward pass runs in. Processes tell by a checksum whether they do the same."""
+        """What a forward pass runs in. Processes that must all do the same go by a checksum."""
         if self.gathering is None:
             return nullcontext()
-        return self.gathering.passing(crc32(in_words(batch.leaves()).encode()))
+        return self.gathering.passing(lambda: crc32(in_words(batch.leaves()).encode()))
 
     def _look_at_sampler(self) -> None:
         """See to the samples that a sampler repeats, or leaves to other ranks, and to these."""
@@ -784,6 +804,10 @@ class Risk:
                 "Data are constants: compute them under torch.no_grad(), or inside the model."
             )
         return leaf.detach()
+
+
+def _comes_so_far() -> None:
+    """Where a rank has failed before, all stop."""
 
 
 _EMPTY = "The data are empty: there is no batch to measure."

@@ -2,22 +2,25 @@
 
 A process holds its shard of a DTensor. FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the
 parameters of one module at a time, for as long as it computes, and then the module's attributes
-are plain whole tensors; between passes they are the DTensors again. Every process must run the
-same passes, since a module is gathered by all of them together.
+are plain whole tensors; between passes they are the DTensors again. A module is gathered by all
+processes together: they run the same passes, or tell each other what they need (see `Served`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeGuard, final
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeGuard, final
 from weakref import WeakSet
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -136,9 +139,9 @@ _WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain o
 def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
     """Within, all modules that `fully_shard` (FSDP2) shards have their whole weights.
 
-    Such a model is measured as one that is not sharded: all measures are there, each process may
-    run passes of its own, and `distributed=True` takes samples of its own from every rank. It takes
-    the memory of the whole model in every process. All processes must enter and leave together.
+    Such a model is measured as one that is not sharded: all measures are there, and each process
+    may run passes of its own. It takes the memory of the whole model in every process. All
+    processes must enter and leave together.
 
     Parameters
     ----------
@@ -228,9 +231,9 @@ class _Part:
 _LEFT, _ASKED = "an error", "the call"
 _RAISED = "A process that shares the model has raised an error: look at the output of the others"
 _OTHER_SAMPLES = (
-    "The processes that share the model do not run it on the same samples, in the same order. A "
-    "sharded model is gathered by all of them together: give every rank the same data, without a "
-    "DistributedSampler, and make the same call on all of them"
+    "The processes that share the model do not run it on the same samples, in the same order. Pass "
+    "distributed=True if these are every rank's own, or give every rank the same data, without a "
+    "DistributedSampler; and make the same call on all of them"
 )
 _OTHER_OPTIONS = (
     "The processes that share the model were not asked for the same. All must make the same call, "
@@ -239,20 +242,17 @@ _OTHER_OPTIONS = (
 _NUMBERS = 6  # that processes exchange at a time
 
 
-@final
-class Gathering:
-    """Passes of a model that processes share, on the same samples, layer by layer.
+class Gathering(ABC):
+    """Passes of a model that processes share, layer by layer.
 
     Autograd knows the whole weights that FSDP2 had gathered for the forward pass, and frees: they
     are the leaves of its graphs. What graphs save of them is gathered anew when it is asked for.
     """
 
-    def __init__(self, model: nn.Module, asked: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.modules = gathering_modules(model)
         self.leaves: dict[int, Tensor] = {}  # id of a DTensor -> the leaf of graphs
         self._storages: dict[int, Any] = {}  # where a leaf's values are -> the DTensor
-        self._passes = 0
-        self._closed = False  # whether processes go their own ways
         for module in self.modules:
             module.unshard()
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -266,7 +266,6 @@ class Gathering:
                     "tensor, as those of tensor parallelism are. Measure a copy of the model with "
                     "plain parameters, full_tensor() of each."
                 )
-        self._agree(_ASKED, asked)
 
     def _know(self, sharded: Any, leaf: Tensor) -> None:
         plain = not is_sharded(leaf) and leaf.is_contiguous() and leaf.storage_offset() == 0
@@ -280,24 +279,38 @@ class Gathering:
             self.leaves[id(sharded)] = leaf
             self._storages[leaf.untyped_storage()._cdata] = sharded
 
+    @abstractmethod
+    def passing(self, sign: Callable[[], int]) -> AbstractContextManager[None]:
+        """What a forward pass runs in; `sign` tells on which samples."""
+
+    @abstractmethod
+    def least(self, number: int) -> int:
+        """The smallest of what the processes have, where they must go by the same."""
+
+    @abstractmethod
+    def meet(self) -> None:
+        """Go on together, where processes do not all do the same."""
+
+    @abstractmethod
+    def end(self, samples: int) -> None:
+        """All data were read, so many samples."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """This process raises an error between passes."""
+
     @contextmanager
-    def passing(self, sign: int) -> Iterator[None]:
-        """A forward pass, which all processes make together; `sign` tells on what."""
-        self._passes += 1
-        self._agree("a pass", self._passes, sign, int(torch.is_grad_enabled()))
-        watch = register_module_forward_pre_hook(self._insist)
+    def saving(self, watch: Callable[[nn.Module, Any], None]) -> Iterator[None]:
+        """Within, graphs save no weights; `watch` is told of every module before it runs."""
+        seen = register_module_forward_pre_hook(watch)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            watch.remove()
+            seen.remove()
             _reshard(self.modules)
 
-    def end(self, samples: int) -> None:
-        """All data were read, so many samples, by all processes."""
-        self._agree("the end of the data", samples)
-
-    def _insist(self, module: nn.Module, _: Any) -> None:
+    def insist(self, module: nn.Module, _: Any) -> None:
         """Refuse what would save weights that are freed: their place is our hooks' to keep."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if torch.is_grad_enabled() and (hooks is None or hooks[0] != self._pack):
@@ -307,12 +320,54 @@ class Gathering:
                 f"here: seen in {type(module).__name__}. Switch checkpointing off. {ADVICE}"
             )
 
+    def _pack(self, saved: Tensor) -> Any:
+        strided = saved.layout == torch.strided
+        sharded = self._storages.get(saved.untyped_storage()._cdata) if strided else None
+        if sharded is None:
+            return saved.detach(), saved._version
+        return _Part(sharded, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Part):
+            whole = whole_of(packed.parameter)
+            return whole.as_strided(packed.size, packed.stride, packed.offset)
+        saved: Tensor = packed[0]
+        if saved._version != packed[1]:  # which autograd does not look at where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation"
+            )
+        return saved
+
+
+@final
+class Together(Gathering):
+    """All processes make the same passes, on the same samples; FSDP2 gathers."""
+
+    def __init__(self, model: nn.Module, asked: int) -> None:
+        super().__init__(model)
+        self._passes = 0
+        self._closed = False  # whether processes go their own ways
+        self._agree(_ASKED, asked)
+
+    @contextmanager
+    def passing(self, sign: Callable[[], int]) -> Iterator[None]:
+        self._passes += 1
+        self._agree("a pass", self._passes, sign(), int(torch.is_grad_enabled()))
+        with self.saving(self.insist):
+            yield
+
+    def meet(self) -> None:
+        """Which they do."""
+
+    def end(self, samples: int) -> None:
+        self._agree("the end of the data", samples)
+
     def least(self, number: int) -> int:
-        """The smallest of what the processes have."""
         return -self._exchanged("a number", -number)[0]
 
     def leave(self) -> None:
-        """This process raises an error between passes: the others, who wait, are to stop too."""
+        """The others, who wait, are to stop too."""
         with suppress(DistributedError):  # of another one that was first
             self._exchanged(_LEFT)
 
@@ -343,24 +398,191 @@ class Gathering:
         self._closed = True
         raise DistributedError(f"{problem}.")
 
-    def _pack(self, saved: Tensor) -> Any:
-        strided = saved.layout == torch.strided
-        sharded = self._storages.get(saved.untyped_storage()._cdata) if strided else None
-        if sharded is None:
-            return saved.detach(), saved._version
-        return _Part(sharded, saved.size(), saved.stride(), int(saved.storage_offset()))
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Part):
-            whole = whole_of(packed.parameter)
-            return whole.as_strided(packed.size, packed.stride, packed.offset)
-        saved: Tensor = packed[0]
-        if saved._version != packed[1]:  # which autograd does not look at where there are hooks
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation"
-            )
-        return saved
+# What a process may say in the place of a number: that it waits for others to start together, that
+# it needs nothing more, and that it has failed.
+_MEETS, _RESTS, _FAILS = -1, -2, -3
+
+_ROOM = 3  # times a weight, while it is gathered: as it arrives, put in order, and changed
+
+Take = Callable[[int, Tensor], None]
+
+
+class Stopped(BaseException):
+    """Another process has failed, so that this one cannot go on: nobody's to catch on the way."""
+
+
+class Ranks(Protocol):
+    """The processes of `distributed`, as far as they are known here."""
+
+    service: Served | None
+
+    def told(self, number: int) -> list[int]: ...
+
+    def call(self, collective: Callable[[], Tensor]) -> Tensor: ...
+
+
+@final
+class Served(Gathering):
+    """Every process makes passes of its own, on its own samples; weights are gathered on request.
+
+    With other samples processes need other weights at other times, and not as often, and a weight
+    is gathered by all of them together. So nobody gathers alone. Before a process needs a weight,
+    it tells the others its number; all of them then gather whatever somebody has asked for, and
+    let go of what they did not ask for themselves. A process that needs nothing more, since its
+    samples have come to their end or it has failed, goes on answering until all others are there
+    too. So nothing needs to be agreed upon beforehand: how many passes a process makes, and of
+    what, is its own affair.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        super().__init__(model)
+        self._ranks = ranks
+        states = (module._get_fsdp_state() for module in self.modules)
+        self._states = list({id(state): state for state in states}.values())
+        # What is gathered at a time, the same on all ranks: groups of FSDP2, then each parameter.
+        self._bundles: list[list[Any]] = []
+        self._groups: dict[int, int] = {}  # id of a group -> its number
+        self._places: dict[int, int] = {}  # where a shard's values are -> the parameter's number
+        self._changes: dict[int, Callable[[Tensor], object]] = {}
+        groups = [group for state in self._states for group in state._fsdp_param_groups]
+        for group in groups:
+            self._groups[id(group)] = len(self._bundles)
+            self._bundles.append([each.sharded_param for each in group.fsdp_params])
+        for sharded in [each.sharded_param for group in groups for each in group.fsdp_params]:
+            self._places[_place(sharded)] = len(self._bundles)
+            self._bundles.append([sharded])
+
+    @contextmanager
+    def open(self) -> Iterator[Served]:
+        """Within, weights are gathered on request; all ranks enter and leave."""
+        ahead = [(state, state._states_to_forward_prefetch) for state in self._states]
+        self._ranks.service = self
+        try:
+            with _serving(self):
+                for state in self._states:
+                    state._states_to_forward_prefetch = []  # which would gather unasked
+                try:
+                    yield self
+                except BaseException:
+                    with suppress(DistributedError):  # what was raised says more
+                        self.rest(failed=True)
+                    raise
+                self.rest()
+        finally:
+            self._ranks.service = None
+            for state, states in ahead:
+                state._states_to_forward_prefetch = states
+
+    @contextmanager
+    def passing(self, sign: Callable[[], int]) -> Iterator[None]:
+        with self.saving(self._bring):
+            yield
+
+    def least(self, number: int) -> int:
+        return number
+
+    def end(self, samples: int) -> None:
+        """Which is nobody else's affair."""
+
+    def leave(self) -> None:
+        """The others are told where all meet."""
+
+    def whole(self, sharded: Any) -> Tensor:
+        number = self._places[_place(sharded)]
+        (found,) = self._asked(number)
+        return self._changed(sharded, found)
+
+    def move(self, sharded: Any, change: Callable[[Tensor], object] | None) -> None:
+        place = _place(sharded)
+        if change is None:
+            self._changes.pop(place, None)
+        else:
+            self._changes[place] = change
+
+    def meet(self) -> None:
+        """Wait until all others wait too, or need nothing more: ranks that go on together ask for
+        the same at the same time."""
+        while any(state >= 0 for state in self._told(_MEETS)):
+            pass
+
+    def rest(self, failed: bool = False) -> None:
+        """Gather for the others until none of them needs anything."""
+        state = _FAILS if failed else _RESTS
+        while any(each > _RESTS for each in self._told(state)):
+            pass
+
+    def _bring(self, module: nn.Module, inputs: Any) -> None:
+        """Before a module runs: its weights, in the place of what FSDP2 would gather itself."""
+        self.insist(module, inputs)
+        if module not in self.modules:
+            return
+        for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+            if not group.is_unsharded:
+                self._fill(group)
+
+    @torch.no_grad()
+    def _fill(self, group: Any) -> None:
+        params = group.fsdp_params
+        for each in params:
+            each.alloc_all_gather_outputs()
+
+        def take(k: int, whole: Tensor) -> None:
+            values = self._changed(params[k].sharded_param, whole)
+            with _unsafe_preserve_version_counter(params[k]._unsharded_param):
+                params[k]._unsharded_param.copy_(values)
+
+        try:
+            self._asked(self._groups[id(group)], take)
+        except BaseException:
+            for each in params:
+                each.free_unsharded_param()
+            raise
+        group._to_unsharded()
+
+    def _changed(self, sharded: Any, whole: Tensor) -> Tensor:
+        change = self._changes.get(_place(sharded))
+        if change is not None:
+            whole = whole.clone()
+            change(whole)
+        return whole
+
+    def _asked(self, number: int, take: Take | None = None) -> list[Tensor]:
+        """What is gathered under a number, unless it is taken one by one."""
+        found: list[Tensor] = []
+        self._told(number, take or (lambda _, whole: found.append(whole)))
+        return found
+
+    def _told(self, state: int, take: Take | None = None) -> list[int]:
+        """What all ranks say; and whatever one of them asks for is gathered."""
+        with torch._C._DisableFuncTorch():  # also amid backward passes of many directions at once
+            if state > _RESTS:
+                self._check_room()
+            states = self._ranks.told(state)
+            if _FAILS in states:  # which all see, so that nobody gathers any more
+                if state > _RESTS:
+                    raise Stopped
+                return states
+            for number in sorted({each for each in states if each >= 0}):
+                for k, sharded in enumerate(self._bundles[number]):
+                    whole = self._ranks.call(partial(_gathered_whole, sharded))
+                    if number == state and take is not None:
+                        take(k, whole)
+                    del whole
+        return states
+
+    def _check_room(self) -> None:
+        """Whether there is memory for a weight that others ask for: to run out of it between two
+        collectives would leave them waiting."""
+        like = self._bundles[0][0]
+        if like.device.type == "cuda":
+            largest = max(each.numel() for bundle in self._bundles for each in bundle)
+            torch.empty(_ROOM * largest, dtype=like.dtype, device=like.device)
+
+
+def _place(sharded: Any) -> int:
+    (shard,) = held([sharded])
+    return int(shard.untyped_storage()._cdata)
 
 
 def shared_parameter(model: nn.Module) -> Any:
@@ -408,10 +630,42 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}".lstrip("."), whole_of(tensor).clone()
 
 
+_SERVICES: list[Served] = []  # that are open, the innermost last
+
+
+@contextmanager
+def _serving(service: Served) -> Iterator[None]:
+    """Within, all that is gathered goes by a service."""
+    _SERVICES.append(service)
+    try:
+        yield
+    finally:
+        _SERVICES.remove(service)
+
+
+def on_request(tensor: Tensor) -> bool:
+    """Whether it is a DTensor whose values every process gets when it asks for them."""
+    return bool(_SERVICES) and is_sharded(tensor)
+
+
+def move(sharded: Tensor, change: Callable[[Tensor], object] | None) -> None:
+    """Change what this process gets `on_request`, in place, from here on; None: no more."""
+    _SERVICES[-1].move(sharded, change)
+
+
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
     """Its values; those of a DTensor are gathered, by all processes together."""
-    return tensor.detach().full_tensor().contiguous() if is_sharded(tensor) else tensor.detach()
+    if not is_sharded(tensor):
+        return tensor.detach()
+    return _SERVICES[-1].whole(tensor) if _SERVICES else _gathered_whole(tensor)
+
+
+@torch.no_grad()
+def _gathered_whole(sharded: Any) -> Tensor:
+    """The values of a DTensor, by a collective of all that share it."""
+    whole: Tensor = sharded.detach().full_tensor().contiguous()
+    return whole
 
 
 ADVICE = (

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, isnan
 from statistics import median_low
 from typing import Any
@@ -26,7 +27,7 @@ from saltflat.errors import LossError, ModelError, listed
 from saltflat.losses import scalar
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
-from saltflat.sharded import held, is_sharded, shard_like, whole_of
+from saltflat.sharded import held, is_sharded, move, on_request, shard_like, whole_of
 
 _NAMED = 5  # parameters that an error names
 
@@ -388,23 +389,36 @@ def _shifting(
 ) -> Iterator[Callable[[float], None]]:
     """Puts the parameters a step from where they are, each time that it is called.
 
-    They are moved in place, so that whoever shares their memory moves too.
+    They are moved in place, so that whoever shares their memory moves too. Where other processes
+    get them as they are at the same time, only what this one gets of them is moved.
     """
     own = {name: parameters[name].data for name in direction}
-    moved = held(own.values())
+    apart = {name: data for name, data in own.items() if on_request(data)}
+    moved = held(data for name, data in own.items() if name not in apart)
     before = [p.clone() for p in moved]
-    along = held(_shard(v, own[name]) for name, v in direction.items())
+    along = held(_shard(v, own[name]) for name, v in direction.items() if name not in apart)
 
     def shift(step: float) -> None:
         _bind(parameters, own)
         for p, start, v in zip(moved, before, along, strict=True):
             torch.add(start, v, alpha=step, out=p)
+        for name, sharded in apart.items():
+            move(sharded, partial(_step, direction[name], step))
 
     try:
         yield shift
     finally:
-        torch._foreach_copy_(moved, before)
+        if moved:
+            torch._foreach_copy_(moved, before)
         _bind(parameters, own)
+        for sharded in apart.values():
+            move(sharded, None)
+
+
+def _step(direction: Tensor, step: float, whole: Tensor) -> None:
+    """Move a parameter, or some rows of it, along a direction of as many."""
+    part = whole if direction.shape == whole.shape else _some(whole)
+    part.add_(direction, alpha=step)
 
 
 @contextmanager

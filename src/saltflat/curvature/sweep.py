@@ -404,6 +404,7 @@ class Pass(ABC):
     def _batch(self, batch: Batch, index: int, plan: Plan, begins: bool) -> Refutation | None:
         start, examined = 0, -1  # `examined`: the chunk that was looked at as a whole
         while start < batch.size:
+            self.risk.meet()
             size = min(self._size or self.chunk_size(plan, batch), batch.size - start)
             chunk = batch.part(start, start + size)
             self.pending = {}
