@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations
 from math import inf, sqrt
 from typing import Any, final
 
@@ -74,7 +76,9 @@ _LEAST_RATIO = 0.25  # of ‖Jᵀu‖²/|u|², to its mean
 _LEAST = 128  # pairs to be drawn, about
 _PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
 _STEPS = 100  # of a pilot's search for gains
+_OFFERS = 1024  # thresholds to choose from
 _OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
+_SPARE = 8  # times as many, that are ranked
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.75  # of the tolerance
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
@@ -83,9 +87,10 @@ _WORTH = 0.7  # of the price of a sweep
 GROUPS = 16  # of the drawn pairs, where nobody asks for another number
 _ROWS = 1024  # of a batch of gathered samples
 _BLOCK = 4096  # samples that are drawn from at a time
-_PADDING = 256  # empty directions that a batch less is worth
-# Directions that gathered samples are sent with: no more than a third of them empty.
-_LADDER = torch.tensor([1, 2, 3] + [k << e for e in range(1, 40) for k in (2, 3)])
+_WIDEST = 16  # directions that a sample of a batch is sent with
+_BATCH = 150.0  # gradients of a sample that a batch less is worth
+
+_TRACE: frozenset[Kind] = frozenset({"trace"})
 
 
 @dataclass
@@ -220,30 +225,33 @@ class Population:
     """All pairs, by their sizes: what a threshold τ costs, and how noisy it is."""
 
     def __init__(self, sizes: Tensor) -> None:
-        self.sizes = sizes.flatten().sort().values
-        self.first, self.second = self.sizes.cumsum(0), self.sizes.square().cumsum(0)
-        largest, whole = float(self.sizes[-1]), float(self.first[-1])
+        self.sizes = sizes
+        whole, largest = float(sizes.sum()), float(sizes.max())
         # From far below the largest, where all that matters is sent, to where none is drawn.
-        self.offers = torch.logspace(-12, 0, 1024, dtype=torch.float64).flip(0)
-        self.offers = self.offers * (whole + largest)
+        steps = torch.linspace(-12, 0, _OFFERS, dtype=torch.float64)
+        self.offers = 10**steps * (whole + largest)
+        # The sums up to every offer, by how many offers a size has reached: no sort of all pairs.
+        place = (sizes / (whole + largest)).log10_().add_(12).mul_((_OFFERS - 1) / 12).add_(1)
+        place = place.clamp_(min=0).long().flatten()
+        flat = sizes.flatten()
+        self.first, self.second = (
+            torch.bincount(place, each, minlength=_OFFERS + 1)[:_OFFERS].cumsum(0)
+            for each in (flat, flat.square())
+        )
 
     def threshold(self, noise: float, tolerance: float) -> float:
         """The largest τ that keeps a tolerance, with some pairs to draw; 0 if there is none.
 
         Where ratios vary by `noise`, the variance is noise² Σ s (τ − s), over s < τ.
         """
-        below = torch.searchsorted(self.sizes, self.offers) - 1
-        some = below >= 0
-        first = self.first[below.clamp(min=0)] * some
-        second = self.second[below.clamp(min=0)] * some
-        small = noise**2 * (self.offers * first - second) <= tolerance**2
-        good = small & (first >= _LEAST * self.offers)
-        return float(self.offers[good][0]) if bool(good.any()) else 0.0
+        small = noise**2 * (self.offers * self.first - self.second) <= tolerance**2
+        good = small & (self.first >= _LEAST * self.offers)
+        return float(self.offers[good][-1]) if bool(good.any()) else 0.0
 
     def halves(self, threshold: float) -> tuple[float, float]:
         """The sizes of all pairs below and above a threshold."""
-        below = float(self.sizes[self.sizes < threshold].sum())
-        return below, float(self.first[-1]) - below
+        below = float((self.sizes * (self.sizes < threshold)).sum())
+        return below, float(self.sizes.sum()) - below
 
 
 @final
@@ -301,11 +309,10 @@ def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: in
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
     chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
-    by_size = uniforms(range(len(sizes)), sizes.shape[1], *key, 0) < chances
-    by_entry = torch.zeros_like(by_size)
-    for k in range(2):
-        numbers = uniforms(range(len(sizes)), sizes.shape[1], *key, 1 + k)
-        by_entry |= _of_each(entries[:, :, k], sizes > 0, numbers)
+    numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
+    by_size, there = numbers < chances, sizes > 0
+    by_entry = _of_each(entries[:, :, 0], there, 1 - numbers)
+    by_entry |= _of_each(entries[:, :, 1], there, (2 * numbers - 1).abs())
     samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
     size = sizes[samples, directions]
     group = (~by_size[samples, directions]).long()
@@ -313,12 +320,15 @@ def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: in
 
 
 def _of_each(entries: Tensor, there: Tensor, numbers: Tensor) -> Tensor:
-    """The few pairs of every entry of the outputs that have the least numbers."""
-    places = there.flatten().nonzero()[:, 0]
-    order = (entries.flatten()[places] + numbers.flatten()[places]).argsort()
-    counts = torch.bincount(entries.flatten()[places])
-    start = (counts.cumsum(0) - counts)[entries.flatten()[places[order]].long()]
-    few = torch.arange(len(places)) - start < _OF_EACH
+    """The few pairs of every entry of the outputs that have the least numbers, but for chance."""
+    counts = torch.bincount(entries.flatten(), there.flatten().double()).clamp_(min=1)
+    # Of all pairs so many are ranked that hardly ever one that is to be chosen is not.
+    likely = (numbers < (_OF_EACH * _SPARE / counts)[entries.long()]) & there
+    places = likely.flatten().nonzero()[:, 0]
+    entry = entries.flatten()[places].long()
+    order = (entry + numbers.flatten()[places]).argsort()
+    counts = torch.bincount(entry, minlength=1)
+    few = torch.arange(len(places)) - (counts.cumsum(0) - counts)[entry[order]] < _OF_EACH
     chosen = torch.zeros(there.numel(), dtype=torch.bool)
     chosen[places[order[few]]] = True
     return chosen.reshape(there.shape)
@@ -328,22 +338,21 @@ def _of_each(entries: Tensor, there: Tensor, numbers: Tensor) -> Tensor:
 class Packing:
     """Gathers samples that have as many directions to send, from all batches.
 
-    A row is a sample with some of its pairs. With `apart`, rows of drawn pairs are kept from those
-    of certain ones, and from other groups.
+    A row is a sample with some of its pairs; one with many pairs is several rows. With `apart`,
+    rows of drawn pairs are kept from those of certain ones, and from other groups.
     """
 
     def __init__(self, pairs: Pairs, apart: bool) -> None:
         lots = (pairs.drawn * (1 + pairs.groups)) if apart else torch.zeros_like(pairs.samples)
         kinds = pairs.folds + 1
-        rows, row, counts = torch.unique(
+        rows, row, every = torch.unique(
             pairs.samples * kinds + lots, return_inverse=True, return_counts=True
         )
-        self.samples, self.lots = rows // kinds, rows % kinds
-        # Of several ranks, one may have no pairs to send.
-        self.width = _widths(counts, _PADDING * (int(lots.max()) + 1)) if len(rows) else counts
-        self.members = row.argsort(stable=True)
-        self.starts = counts.cumsum(0) - counts
-        self.counts = counts
+        self.members = row.argsort(stable=True) if apart else torch.arange(len(row))
+        piece, self.width, place = _pieces(every, 1 + int(lots.max()) if len(lots) else 1)
+        self.samples, self.lots = rows[piece] // kinds, rows[piece] % kinds
+        self.starts = (every.cumsum(0) - every)[piece] + place
+        self.counts = torch.minimum(every[piece] - place, self.width)
         self.packs: list[tuple[int, Tensor]] = []  # lot, and (directions, rows) of pairs, or −1
 
     def batches(self, risk: Risk) -> Iterator[Batch]:
@@ -367,10 +376,11 @@ class Packing:
             yield self._pack(key, parts, ids)
 
     def _by_key(self, rows: range) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        keys = torch.stack([self.lots, self.width], 1)[rows.start : rows.stop]
-        for key in torch.unique(keys, dim=0):
-            same = (keys == key).all(1).nonzero()[:, 0]
-            yield (int(key[0]), int(key[1])), same + rows.start
+        here = slice(rows.start, rows.stop)
+        keys = self.lots[here] * (1 + _WIDEST) + self.width[here]
+        for key in keys.unique().tolist():
+            same = (keys == key).nonzero()[:, 0]
+            yield divmod(key, 1 + _WIDEST), same + rows.start
 
     def _pack(self, key: tuple[int, int], parts: list[Batch], ids: list[Tensor]) -> Batch:
         lot, width = key
@@ -382,18 +392,50 @@ class Packing:
         return join(parts)
 
 
-def _widths(counts: Tensor, padding: int) -> Tensor:
-    """How many directions rows of so many are sent with: of a few sizes, the next above each.
+@cache
+def _cuts() -> tuple[Tensor, Tensor, Tensor]:
+    """For every set of widths, what it costs to send 0 … _WIDEST directions of a sample in rows of
+    these widths; the width of the row to begin with; and how many widths there are."""
+    widths = [1 << k for k in range(_WIDEST.bit_length())]
+    prices, firsts, sizes = [], [], []
+    for few in (c for r in range(1, 1 + len(widths)) for c in combinations(widths, r)):
+        price, first = [0.0], [0]
+        for count in range(1, 1 + _WIDEST):
+            offers = [
+                (FORWARD + direction_price(_TRACE) * w + price[max(0, count - w)], -w) for w in few
+            ]
+            price.append(min(offers)[0])
+            first.append(-min(offers)[1])
+        prices.append(price)
+        firsts.append(first)
+        sizes.append(len(few))
+    return torch.tensor(prices), torch.tensor(firsts), torch.tensor(sizes)
 
-    Where these are few rows they join the next size, which costs so many empty directions at most.
+
+def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows for samples with so many directions: whose they are, their widths, and which of the
+    sample's directions is their first.
+
+    A row more is a forward pass more, wider rows have empty directions, and a width more is a batch
+    more in each of so many lots.
     """
-    step = torch.searchsorted(_LADDER, counts)
-    place, rows = torch.arange(int(step.max()) + 1), torch.bincount(step).tolist()
-    for k in range(len(rows) - 1):
-        if rows[k] * int(_LADDER[k + 1] - _LADDER[k]) <= padding:
-            rows[k + 1] += rows[k]
-            place[place == k] = k + 1
-    return torch.minimum(_LADDER[place], counts.max())[step]
+    prices, firsts, sizes = _cuts()
+    whole, left = counts // _WIDEST, counts % _WIDEST
+    many = torch.bincount(left, minlength=1 + _WIDEST)
+    many[_WIDEST] += whole.sum()
+    cut = firsts[(prices @ many.to(prices) + _BATCH * lots * sizes).argmin()]
+    of, place, found = torch.arange(len(counts)), torch.zeros_like(counts), []
+    while len(of):
+        width = cut[(counts[of] - place).clamp(max=_WIDEST)]
+        found.append((of, width, place))
+        place = place + width
+        more = place < counts[of]
+        of, place = of[more], place[more]
+    if not found:  # of several ranks, one may have no pairs to send
+        return of, of, place
+    of, width, place = (torch.cat(each) for each in zip(*found, strict=True))
+    order = of.argsort(stable=True)
+    return of[order], width[order], place[order]
 
 
 def _joinable(one: Batch, other: Batch) -> bool:
