@@ -273,16 +273,45 @@ class Pairs:
 
     def among(self, samples: range) -> Pairs:
         """Those of some samples, which are counted from the first of them."""
-        here = (self.samples >= samples.start) & (self.samples < samples.stop)
-        return Pairs(
-            self.samples[here] - samples.start,
-            self.directions[here],
-            self.weights[here],
-            self.chances[here],
-            self.groups[here],
-            self.folds,
-            self.unit,
-        )
+        found = self.where((self.samples >= samples.start) & (self.samples < samples.stop))
+        return replace(found, samples=found.samples - samples.start)
+
+    def where(self, here: Tensor) -> Pairs:
+        """Some of them."""
+        tensors = self.samples, self.directions, self.weights, self.chances, self.groups
+        return Pairs(*(each[here] for each in tensors), self.folds, self.unit)
+
+
+@final
+class Sent:
+    """What came of pairs so far, at weight 1: what is known of one is not sent for again.
+
+    A pair that is drawn for one threshold is drawn for every lower one: the same number decides.
+    """
+
+    def __init__(self, directions: int) -> None:
+        self.directions = directions
+        self.ids = torch.empty(0, dtype=torch.long)  # in order
+        self.parts: dict[tuple[Kind, str], Tensor] = {}
+
+    def _ids(self, pairs: Pairs) -> Tensor:
+        return pairs.samples * self.directions + pairs.directions
+
+    def unknown(self, pairs: Pairs) -> Tensor:
+        return ~torch.isin(self._ids(pairs), self.ids)
+
+    def add(self, pairs: Pairs, parts: Mapping[tuple[Kind, str], Tensor]) -> None:
+        """What pairs gave that were sent at their weights."""
+        new = self.unknown(pairs)
+        self.ids, order = torch.cat([self.ids, self._ids(pairs)[new]]).sort()
+        for key, y in parts.items():
+            known = self.parts.get(key, y[:0])
+            self.parts[key] = torch.cat([known, (y / pairs.weights)[new]])[order]
+
+    def of(self, pairs: Pairs) -> dict[tuple[Kind, str], Tensor]:
+        """What these give at their weights; all of them were sent."""
+        place = torch.searchsorted(self.ids, self._ids(pairs))
+        return {key: y[place] * pairs.weights for key, y in self.parts.items()}
 
 
 def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
@@ -305,7 +334,11 @@ def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
 
 def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """Some pairs from below a threshold and fewer from above, in group 0, and in group 1 some for
-    every entry of the outputs, whatever their sizes are; all sent with length 1."""
+    every entry of the outputs, whatever their sizes are; all sent with length 1.
+
+    The first are drawn by the numbers that `choose` draws by, and the others by their far ends: what
+    these tell, by which all pairs are weighed, then has next to nothing to do with those drawn.
+    """
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
     chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
@@ -315,7 +348,7 @@ def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: in
     by_entry |= _of_each(entries[:, :, 1], there, (2 * numbers - 1).abs())
     samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
     size = sizes[samples, directions]
-    group = (~by_size[samples, directions]).long()
+    group = by_entry[samples, directions].long()
     return Pairs(samples, directions, 1 / size, size / threshold, group, folds, 1.0)
 
 
@@ -567,13 +600,19 @@ def _insist_on_order(before: Tensor, now: Tensor) -> None:
 class Drawn:
     """The estimates that a pass over chosen pairs gives."""
 
-    def __init__(self, done: PackedPass, pairs: Pairs, leading: Leading, scale: float) -> None:
+    def __init__(
+        self,
+        done: PackedPass,
+        pairs: Pairs,
+        parts: Mapping[tuple[Kind, str], Tensor],
+        leading: Leading,
+        scale: float,
+    ) -> None:
         self.done, self.pairs, self.scale = done, pairs, scale
         self.drawn = pairs.drawn
         self.count = int(self.drawn.sum())
         self.spared = 1 - self.pairs.chances[self.drawn]
-        every = gathered(done, len(done.pairs.samples))
-        self.parts = {key: each / scale for key, each in Leading.sums(every)}
+        self.parts = {key: each / scale for key, each in Leading.sums(parts)}
         self.leading = {k: float(y.sum()) / scale for k, y in Leading.sums(leading.parts)}
         self.least = dict.fromkeys(self.parts, 0.0)  # variances
         self.whole = leading.whole
@@ -674,18 +713,20 @@ class Pilot:
     """
 
     def __init__(self, drawn: Drawn, leading: Leading) -> None:
-        self.drawn, shares = drawn, drawn.done.shares()
-        ratios = torch.zeros(len(shares), dtype=torch.float64)
+        self.drawn, every = drawn, drawn.done.shares()
+        ratios = torch.zeros(len(every), dtype=torch.float64)
         for key, y in drawn.parts.items():
             if (mean := leading.means[key] / drawn.scale) > 0:
                 ratios = torch.maximum(ratios, y / mean)
-        self.gains = torch.ones(shares.shape[1], dtype=torch.float64)
+        self.gains = torch.ones(every.shape[1], dtype=torch.float64)
+        told = drawn.pairs.groups == 1
+        shares, ratios = every[told], ratios[told]
         whole = shares.sum(0)
         for _ in range(_STEPS):
             explained = ratios / (shares @ self.gains).clamp(min=torch.finfo(ratios.dtype).tiny)
             self.gains *= torch.where(whole > 0, shares.mT @ explained / whole, 1.0)
         self.gains.clamp_(min=1.0)
-        self.gained = shares @ self.gains
+        self.gained = every @ self.gains
 
     def noise(self, low: float, high: float) -> float:
         """As that of what was drawn; `low` and `high` are the importance of all pairs below and
@@ -758,17 +799,18 @@ class AdaptiveRank:
         leading, scale = Leading(survey, sizes), divisor(self.loss, survey.normaliser)
         self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
         importance, noise = leading.importance(sizes), _GUESS / float(sizes.sum())
+        sent = Sent(sizes.shape[1])
         for attempt in range(1 + _ROUNDS):
             population = Population(importance)
             threshold = population.threshold(noise, _AIM * self.settings.tolerance)
             if threshold == 0 or not self._worth(importance, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
-            key = threshold, self.folds, self.seed, attempt
+            key = threshold, self.folds, self.seed
             pairs = choose(importance, *key) if attempt else pilot(importance, entries, *key)
-            done = self._pass(survey, pairs, attempt > 0)
+            done = self._pass(survey, pairs, sent, attempt > 0)
             if isinstance(done, Refutation):
                 return done
-            estimate = Drawn(done, pairs, leading, scale)
+            estimate = Drawn(done, pairs, sent.of(pairs), leading, scale)
             if attempt == 0:
                 told = Pilot(estimate, leading)
                 noise = told.noise(*population.halves(threshold))
@@ -790,19 +832,24 @@ class AdaptiveRank:
         self.spent = spent if attempt else 0.0
         return spent <= _WORTH
 
-    def _pass(self, survey: Survey, pairs: Pairs, final: bool) -> PackedPass | Refutation:
-        """One pass over chosen pairs; a pilot makes numbers alone."""
-        self.sent += len(pairs.samples)
+    def _pass(
+        self, survey: Survey, pairs: Pairs, sent: Sent, final: bool
+    ) -> PackedPass | Refutation:
+        """One pass over chosen pairs, but those that are known; a pilot makes numbers alone."""
         apart = final and bool(self.kinds & WHOLE)
+        pairs = pairs if apart else pairs.where(sent.unknown(pairs))
+        self.sent += len(pairs.samples)
         first = self.risk.offset
-        pairs = pairs.among(range(first, first + survey.own))
-        packing = Packing(pairs, apart)
+        own = pairs.among(range(first, first + survey.own))
+        packing = Packing(own, apart)
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
-        done = PackedPass(*parts, survey=survey, pairs=pairs, packing=packing, apart=apart)
+        done = PackedPass(*parts, survey=survey, pairs=own, packing=packing, apart=apart)
         done.squares = None if final else {}
         # Gathered samples are elsewhere in their batch than those that were looked at.
         plan = replace(self.plan, places=())
-        refutation = done.run(packing.batches(self.risk), plan)
+        if refutation := done.run(packing.batches(self.risk), plan):
+            return refutation
+        sent.add(pairs, gathered(done, len(own.samples)))
         for name, rules in done.rules.items():
             self.rules.setdefault(name, set()).update(rules)
-        return refutation or done
+        return done
