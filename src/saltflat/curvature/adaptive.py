@@ -75,12 +75,12 @@ LEAST_DIRECTIONS = 3  # of a sample, of which the largest is always sent
 _LEAST_RATIO = 0.25  # of ‖Jᵀu‖²/|u|², to its mean
 _LEAST = 128  # pairs to be drawn, about
 _PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
-_STEPS = 100  # of a pilot's search for gains
+_STEPS = 60  # of a pilot's search for gains
 _OFFERS = 1024  # thresholds to choose from
 _OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
 _SPARE = 8  # times as many, that are ranked
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
-_AIM = 0.75  # of the tolerance
+_AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
 _ROUNDS = 3
 _WORTH = 0.7  # of the price of a sweep
@@ -213,6 +213,12 @@ class Survey(PairPass):
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
             self.unsuited = "outputs have unlike shapes"
+
+    def side(self) -> Factor:
+        """That of all samples here."""
+        if len(self.factors) > 1:
+            self.factors = [self.factors[0].joined(self.factors[1:])]
+        return self.factors[0]
 
     def sizes(self, gains: Tensor) -> Tensor:
         """Those of the directions of all ranks' samples, by what their entries gain."""
@@ -518,9 +524,8 @@ class PackedPass(PairPass):
         pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
         rows = pairs.samples[self._table[0]].to(self.outputs.device)
         _insist_on_order(self.outputs[rows], chunk.outputs.detach())
-        sides = ranked(self.loss, self.outputs[rows], chunk.batch)
-        assert sides is not None
-        columns = sides.chosen(pairs.directions[at].masked_fill(none, -1).to(rows.device))
+        which = pairs.directions[at].masked_fill(none, -1).to(rows.device)
+        columns = self.survey.side().chosen(which, rows)
         root = pairs.weights[at].sqrt().to(columns)
         columns = columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
         if self.squares is not None:
@@ -615,6 +620,7 @@ class Drawn:
         self.parts = {key: each / scale for key, each in Leading.sums(parts)}
         self.leading = {k: float(y.sum()) / scale for k, y in Leading.sums(leading.parts)}
         self.least = dict.fromkeys(self.parts, 0.0)  # variances
+        self._variances: dict[tuple[Kind, str], tuple[float, float]] = {}
         self.whole = leading.whole
         lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
         self.lots = done.reduction.totals(lots, done.risk.device)
@@ -631,12 +637,14 @@ class Drawn:
         return sqrt(max(total, self.least[key])), degrees
 
     def _variance(self, key: tuple[Kind, str]) -> tuple[float, float]:
+        if key in self._variances:
+            return self._variances[key]
         y = self.parts[key][self.drawn]
         terms = self.spared * (y - y.mean()).square() * (self.count / (self.count - 1))
         total = float(terms.sum())
-        if total <= 0:
-            return 0.0, inf
-        return total, 2 / float((terms / total).square().sum())
+        degrees = 2 / float((terms / total).square().sum()) if total > 0 else inf
+        self._variances[key] = max(0.0, total), degrees
+        return self._variances[key]
 
     def _total(self, key: tuple[Kind, str]) -> float:
         return float(self.parts[key].sum()) + self.leading[key]
@@ -719,12 +727,12 @@ class Pilot:
             if (mean := leading.means[key] / drawn.scale) > 0:
                 ratios = torch.maximum(ratios, y / mean)
         self.gains = torch.ones(every.shape[1], dtype=torch.float64)
-        told = drawn.pairs.groups == 1
+        told = (drawn.pairs.groups == 1) & (every.sum(1) > 0)
         shares, ratios = every[told], ratios[told]
-        whole = shares.sum(0)
+        least = shares.new_full((), torch.finfo(shares.dtype).tiny)
+        back = (shares / shares.sum(0).clamp(min=least)).mT.contiguous()
         for _ in range(_STEPS):
-            explained = ratios / (shares @ self.gains).clamp(min=torch.finfo(ratios.dtype).tiny)
-            self.gains *= torch.where(whole > 0, shares.mT @ explained / whole, 1.0)
+            self.gains *= back @ (ratios / torch.addmv(least, shares, self.gains))
         self.gains.clamp_(min=1.0)
         self.gained = every @ self.gains
 

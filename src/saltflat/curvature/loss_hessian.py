@@ -7,12 +7,13 @@ with random noise into one or two directions whose outer product is B on average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -61,9 +62,18 @@ class Factor:
         """The two outputs in which every direction is largest, (n, count, 2)."""
         raise AssertionError("this factor is never chosen from")
 
-    def chosen(self, which: Tensor) -> Tensor:
-        """Some directions of every sample, (D, n, …), by their numbers, (D, n); 0 for −1."""
+    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Some directions of every sample, or of some `rows`, (D, n, …), by their numbers, (D, n);
+        0 for −1."""
         raise AssertionError("this factor is never chosen from")
+
+    def joined(self, others: Sequence[Factor]) -> Self:
+        """The factor of several batches of samples."""
+        whole = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(whole, name, torch.cat([value, *(getattr(o, name) for o in others)]))
+        return whole
 
 
 @final
@@ -170,10 +180,11 @@ class RankedSoftmax(Factor):
         every = first + self.order
         return torch.stack([every[:, :, :-1], every[:, :, 1:]], -1).flatten(1, 2)
 
-    def chosen(self, which: Tensor) -> Tensor:
+    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
         positions, classes = self.p.shape[1:]
         where, column = which.clamp(min=0) // (classes - 1), which.clamp(min=0) % (classes - 1)
-        rows = torch.arange(len(self.p), device=which.device).expand_as(which)
+        rows = torch.arange(len(self.p), device=which.device) if rows is None else rows
+        rows = rows.expand_as(which)
         below = torch.arange(classes, device=which.device) > column.unsqueeze(-1)
         values = -self.p[rows, where] * self.below[rows, where, column].unsqueeze(-1) * below
         values.scatter_(-1, column.unsqueeze(-1), self.at[rows, where, column].unsqueeze(-1))
@@ -181,7 +192,7 @@ class RankedSoftmax(Factor):
         spread = values.new_zeros(*which.shape, positions, classes)
         there = where[..., None, None].expand(*which.shape, 1, classes)
         spread.scatter_(2, there, values.unsqueeze(2)).mul_((which >= 0)[..., None, None])
-        placed = spread.reshape(len(which), *self.shape).movedim(-1, self.dim + 1)
+        placed = spread.reshape(*which.shape, *self.shape[1:]).movedim(-1, self.dim + 1)
         return placed.to(self.dtype).contiguous()
 
 
@@ -266,12 +277,13 @@ class DiagonalFactor(Factor):
         every = torch.arange(self.count, device=self.root.device)[:, None]
         return every.expand(len(self.root), -1, 2)
 
-    def chosen(self, which: Tensor) -> Tensor:
-        index, flat = which.clamp(min=0).T, self.root.flatten(1)
+    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
+        root = self.root if rows is None else self.root[rows]
+        index, flat = which.clamp(min=0).T, root.flatten(1)
         values = flat.gather(1, index).where(which.T >= 0, 0.0)
         spread = flat.new_zeros(len(which), *flat.shape)
         spread.scatter_(2, index.T.unsqueeze(-1), values.T.unsqueeze(-1))
-        return spread.reshape(len(which), *self.root.shape)
+        return spread.reshape(len(which), *root.shape)
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = noise.to(self.root) * self.root
