@@ -810,7 +810,8 @@ class AdaptiveRank:
         sent = Sent(sizes.shape[1])
         for attempt in range(1 + _ROUNDS):
             population = Population(importance)
-            threshold = population.threshold(noise, _AIM * self.settings.tolerance)
+            aim = _AIM * 0.8 ** max(0, attempt - 1)  # further below, once it was missed
+            threshold = population.threshold(noise, aim * self.settings.tolerance)
             if threshold == 0 or not self._worth(importance, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
             key = threshold, self.folds, self.seed

@@ -159,6 +159,7 @@ class RankedSoftmax(Factor):
         root = loss.scale(outputs, targets).sqrt().reshape(n, -1, 1)
         self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :, :-1], rest, root)
         self.count = self.at[0].numel()
+        self._placed: tuple[Tensor, Tensor] | None = None
 
     def sizes(self, gains: Tensor | None = None) -> Tensor:
         squares, at = self.p.square(), self.at.square()
@@ -180,20 +181,44 @@ class RankedSoftmax(Factor):
         every = first + self.order
         return torch.stack([every[:, :, :-1], every[:, :, 1:]], -1).flatten(1, 2)
 
+    def _by_class(self) -> tuple[Tensor, Tensor]:
+        """p in the order of the classes, and their ranks."""
+        if self._placed is None:
+            p = torch.empty_like(self.p, dtype=self.dtype)
+            p.scatter_(2, self.order, self.p.to(self.dtype))
+            ranks = torch.arange(self.p.shape[2], device=p.device).expand_as(self.order)
+            self._placed = p, torch.empty_like(self.order).scatter_(2, self.order, ranks)
+        return self._placed
+
+    def joined(self, others: Sequence[Factor]) -> Self:
+        whole = super().joined(others)
+        whole._placed = None
+        return whole
+
     def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
-        positions, classes = self.p.shape[1:]
+        p, rank = self._by_class()
+        p, rank = (p, rank) if rows is None else (p[rows], rank[rows])
+        rows = torch.arange(len(p), device=which.device) if rows is None else rows
+        positions, classes = p.shape[1:]
         where, column = which.clamp(min=0) // (classes - 1), which.clamp(min=0) % (classes - 1)
-        rows = torch.arange(len(self.p), device=which.device) if rows is None else rows
-        rows = rows.expand_as(which)
-        below = torch.arange(classes, device=which.device) > column.unsqueeze(-1)
-        values = -self.p[rows, where] * self.below[rows, where, column].unsqueeze(-1) * below
-        values.scatter_(-1, column.unsqueeze(-1), self.at[rows, where, column].unsqueeze(-1))
-        values = torch.zeros_like(values).scatter_(-1, self.order[rows, where], values)
-        spread = values.new_zeros(*which.shape, positions, classes)
-        there = where[..., None, None].expand(*which.shape, 1, classes)
-        spread.scatter_(2, there, values.unsqueeze(2)).mul_((which >= 0)[..., None, None])
-        placed = spread.reshape(*which.shape, *self.shape[1:]).movedim(-1, self.dim + 1)
-        return placed.to(self.dtype).contiguous()
+        at, below = (each[rows, where, column] for each in (self.at, self.below))
+        # Of a saturated softmax: as in `SoftmaxFactor`.
+        below = below if self.dtype == torch.float64 else below.clamp(max=1e30)
+        there = which >= 0
+        entry = self.order[rows, where, column]
+        if positions == 1:
+            values = p[:, 0] * (-below * there).to(p).unsqueeze(-1)
+            values *= rank[:, 0] > column.unsqueeze(-1)
+        else:
+            values = p.new_zeros(*which.shape, positions, classes)
+            samples = torch.arange(len(p), device=which.device).expand_as(which)
+            lower = rank[samples, where] > column.unsqueeze(-1)
+            line = p[samples, where] * (-below * there).to(p).unsqueeze(-1) * lower
+            index = where[..., None, None].expand(*which.shape, 1, classes)
+            values = values.scatter_(2, index, line.unsqueeze(2)).flatten(2)
+        values.scatter_(2, (where * classes + entry).unsqueeze(-1), (at * there).to(p)[..., None])
+        placed = values.reshape(*which.shape, *self.shape[1:]).movedim(-1, self.dim + 1)
+        return placed.contiguous()
 
 
 @final
