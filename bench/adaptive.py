@@ -7,8 +7,9 @@ own: multilayer perceptrons and convolutional networks, on scikit-learn's digits
 Gaussian clusters (100 classes). Of each, the exact trace and the one within the tolerance are taken
 in the same run: the pairs of a sample and a direction that were sent backwards, the prices in
 gradients as `Report.provenance` counts them, and the fastest of some runs each, which take turns:
-five, or two of the larger networks. z is error over standard error, of the sum and of every block whose error is more than rounding. With `--mnist` two
-larger networks come to them, on 10,000 images, which are looked for as `saltflat.datasets` does.
+five, or two of the larger networks. z is error over standard error, of the sum and of every block
+whose error is more than rounding. With `--mnist` two larger networks come to them, on 10,000
+images, which are looked for as `saltflat.datasets` does.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _held(z: list[float]) -> str:
 def _timed(*calls: Callable[[], sf.Trace], repeats: int) -> tuple[list[sf.Trace], list[float]]:
     """What some calls return, and the least processor time that each took; they take turns."""
     seconds: list[list[float]] = [[] for _ in calls]
-    results = []
+    results: list[sf.Trace] = []
     for _ in range(repeats):
         results = []
         for call, taken in zip(calls, seconds, strict=True):

@@ -39,7 +39,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any, final
 
 import torch
@@ -231,13 +231,13 @@ class Population:
     """All pairs, by their sizes: what a threshold τ costs, and how noisy it is."""
 
     def __init__(self, sizes: Tensor) -> None:
-        self.sizes = sizes
-        whole, largest = float(sizes.sum()), float(sizes.max())
+        self.sizes, self.whole = sizes, float(sizes.sum())
+        top = self.whole + float(sizes.max())
         # From far below the largest, where all that matters is sent, to where none is drawn.
         steps = torch.linspace(-12, 0, _OFFERS, dtype=torch.float64)
-        self.offers = 10**steps * (whole + largest)
+        self.offers = 10**steps * top
         # The sums up to every offer, by how many offers a size has reached: no sort of all pairs.
-        place = (sizes / (whole + largest)).log10_().add_(12).mul_((_OFFERS - 1) / 12).add_(1)
+        place = (sizes / top).log10_().add_(12).mul_((_OFFERS - 1) / 12).add_(1)
         place = place.clamp_(min=0).long().flatten()
         flat = sizes.flatten()
         self.first, self.second = (
@@ -257,7 +257,7 @@ class Population:
     def halves(self, threshold: float) -> tuple[float, float]:
         """The sizes of all pairs below and above a threshold."""
         below = float((self.sizes * (self.sizes < threshold)).sum())
-        return below, float(self.sizes.sum()) - below
+        return below, self.whole - below
 
 
 @final
@@ -284,8 +284,14 @@ class Pairs:
 
     def where(self, here: Tensor) -> Pairs:
         """Some of them."""
-        tensors = self.samples, self.directions, self.weights, self.chances, self.groups
-        return Pairs(*(each[here] for each in tensors), self.folds, self.unit)
+        return replace(
+            self,
+            samples=self.samples[here],
+            directions=self.directions[here],
+            weights=self.weights[here],
+            chances=self.chances[here],
+            groups=self.groups[here],
+        )
 
 
 @final
@@ -338,18 +344,21 @@ def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     return Pairs(samples, directions, weights, chances, group[samples], folds, unit)
 
 
-def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
+def pilot(
+    sizes: Tensor, entries: Tensor, least: float, threshold: float, folds: int, *key: int
+) -> Pairs:
     """Some pairs from below a threshold and fewer from above, in group 0, and in group 1 some for
-    every entry of the outputs, whatever their sizes are; all sent with length 1.
+    every entry of the outputs, of whatever sizes that are not less than `least`; all sent with
+    length 1.
 
-    The first are drawn by the numbers that `choose` draws by, and the others by their far ends: what
-    these tell, by which all pairs are weighed, then has next to nothing to do with those drawn.
+    The first are drawn by the numbers that `choose` draws by, and the others by their far ends:
+    what these tell, by which all pairs are weighed, has next to nothing to do with those drawn.
     """
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
     chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
     numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
-    by_size, there = numbers < chances, sizes > 0
+    by_size, there = numbers < chances, sizes > least
     by_entry = _of_each(entries[:, :, 0], there, 1 - numbers)
     by_entry |= _of_each(entries[:, :, 1], there, (2 * numbers - 1).abs())
     samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
@@ -808,14 +817,18 @@ class AdaptiveRank:
         self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
         importance, noise = leading.importance(sizes), _GUESS / float(sizes.sum())
         sent = Sent(sizes.shape[1])
+        # The length of less is no number of the outputs' type.
+        least = torch.finfo(survey.outputs[0].dtype).tiny ** 1.5 if survey.outputs else 0.0
         for attempt in range(1 + _ROUNDS):
+            if not isfinite(float(importance.sum())):
+                return "some directions are beyond the range of numbers"
             population = Population(importance)
             aim = _AIM * 0.8 ** max(0, attempt - 1)  # further below, once it was missed
             threshold = population.threshold(noise, aim * self.settings.tolerance)
             if threshold == 0 or not self._worth(importance, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
             key = threshold, self.folds, self.seed
-            pairs = choose(importance, *key) if attempt else pilot(importance, entries, *key)
+            pairs = choose(importance, *key) if attempt else pilot(importance, entries, least, *key)
             done = self._pass(survey, pairs, sent, attempt > 0)
             if isinstance(done, Refutation):
                 return done

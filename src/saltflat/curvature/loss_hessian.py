@@ -166,8 +166,9 @@ class RankedSoftmax(Factor):
         if gains is not None:
             each = self._class_last(gains.to(squares)).expand_as(squares).gather(2, self.order)
             squares, at = squares * each, at * each[:, :, :-1]
-        below = squares.flip(2).cumsum(2).flip(2)[:, :, 1:]
-        return (at + self.below.square() * below).flatten(1)
+        below = self.below.square() * squares.flip(2).cumsum(2).flip(2)[:, :, 1:]
+        # Of a saturated softmax ∞ · 0; it is at most the other term.
+        return (at + below.nan_to_num(0, 0, 0)).flatten(1)
 
     def _class_last(self, gains: Tensor) -> Tensor:
         """One number an output of a sample, in the outputs' own layout, as (positions, classes)."""
