@@ -228,6 +228,7 @@ def test_blocks_beside_curved_ones_are_exact() -> None:
         found = sf.trace(model, data, tolerance=0.5)
     assert found.details["2.weight"].exact
     assert not found.details["0.weight"].exact
+    assert any("tolerance=0.5 is for the blocks that are estimated" in n for n in found.notes)
 
 
 def test_measures_have_errors_that_hold() -> None:

@@ -817,8 +817,9 @@ class AdaptiveRank:
         self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
         importance, noise = leading.importance(sizes), _GUESS / float(sizes.sum())
         sent = Sent(sizes.shape[1])
-        # The length of less is no number of the outputs' type.
-        least = torch.finfo(survey.outputs[0].dtype).tiny ** 1.5 if survey.outputs else 0.0
+        # What is less has no length in the numbers' type.
+        like = next(iter(self.risk.parameters.values()))
+        least = torch.finfo(like.dtype).tiny ** 1.5
         for attempt in range(1 + _ROUNDS):
             if not isfinite(float(importance.sum())):
                 return "some directions are beyond the range of numbers"
