@@ -9,12 +9,13 @@ another scale may hold all of a trace and next to nothing of the sizes. So
    largest direction of each backwards. That is at least half of what its outputs have, is had
    without error, and tells the sample's ratio in every block;
 2. a pilot sends a few others, some of them for every entry of the outputs, which tells by how much
-   every entry's ratio is larger than that. Its draws are thrown away;
+   every entry's ratio is larger than that;
 3. a direction's importance s is its size, each entry's square times what the entry gains, times the
    ratio of its sample, in the block where they are largest.
    Pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
    belongs to the sample and the direction, and then has the weight S/(m s), for S the sum of s
-   below τ and m the pairs drawn there.
+   below τ and m the pairs drawn there. The number is the same for every τ and in the pilot: where
+   τ turns out to be too large, those drawn are drawn again for a lower one, and not sent again.
 
 Drawn pairs are sent at their weight, u √(S/(m s)). What arrives, y, adds up to an estimate for all
 that are below τ. (It is a ratio, whose bias is about its error over √m.) Its error is the spread of
@@ -30,7 +31,8 @@ the largest that keeps every block's error within the tolerance, with a margin, 
 by in the pilot, which looks where τ will about be. Where it leaves too little to save, all pairs
 are sent: an ordinary sweep.
 
-Samples are gathered by how many of their directions travel, so that the passes are dense.
+Samples are gathered by how many of their directions travel, so that the passes are dense; one with
+many is there several times.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ _STEPS = 60  # of a pilot's search for gains
 _OFFERS = 1024  # thresholds to choose from
 _OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
 _SPARE = 8  # times as many, that are ranked
+_FEW = 192  # samples that they are of, about
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
@@ -182,9 +185,10 @@ class Survey(PairPass):
 
     must_be_linear: bool = field(kw_only=True)
     factors: list[Factor] = field(default_factory=list)
+    found: list[Tensor] = field(default_factory=list)  # sizes of their directions
     outputs: list[Tensor] = field(default_factory=list)
     unsuited: str = ""
-    _latest: tuple[Factor, Tensor] | None = None
+    _latest: tuple[Factor, Tensor, Tensor] | None = None
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.requests))
@@ -197,9 +201,10 @@ class Survey(PairPass):
         if sides is None:
             self.unsuited = f"the directions of {self.loss.name} are not ranked"
             return None
-        self._latest = sides, chunk.outputs.detach()
+        sizes = sides.sizes()
+        self._latest = sides, sizes.cpu(), chunk.outputs.detach()
         self._table = torch.arange(self.samples, self.samples + chunk.batch.size)[None]
-        self.send(chunk, sides.chosen(sides.sizes().argmax(1)[None]))
+        self.send(chunk, sides.chosen(sizes.argmax(1)[None]))
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -207,8 +212,9 @@ class Survey(PairPass):
         if self._latest is None:
             self.unsuited = self.unsuited or "some samples have no curvature"
             return
-        factor, outputs = self._latest
+        factor, sizes, outputs = self._latest
         self.factors.append(factor)
+        self.found.append(sizes)
         self.outputs.append(outputs)
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
@@ -359,26 +365,35 @@ def pilot(
     chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
     numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
     by_size, there = numbers < chances, sizes > least
-    by_entry = _of_each(entries[:, :, 0], there, 1 - numbers)
-    by_entry |= _of_each(entries[:, :, 1], there, (2 * numbers - 1).abs())
+    few = uniforms(range(len(sizes)), 1, *key, 1) < _FEW / len(sizes)
+    by_entry = _of_each(entries[:, :, 0], there, few, 1 - numbers)
+    by_entry |= _of_each(entries[:, :, 1], there, few, (2 * numbers - 1).abs())
     samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
     size = sizes[samples, directions]
     group = by_entry[samples, directions].long()
     return Pairs(samples, directions, 1 / size, size / threshold, group, folds, 1.0)
 
 
-def _of_each(entries: Tensor, there: Tensor, numbers: Tensor) -> Tensor:
-    """The few pairs of every entry of the outputs that have the least numbers, but for chance."""
-    counts = torch.bincount(entries.flatten(), there.flatten().double()).clamp_(min=1)
+def _of_each(entries: Tensor, there: Tensor, few: Tensor, numbers: Tensor) -> Tensor:
+    """Some pairs of every entry of the outputs, those with the least numbers but for chance: of few
+    samples, whose forward passes they share, or of all where these have not enough of an entry."""
+    flat = entries.flatten()
+    counts = torch.bincount(flat, (there & few).flatten().double())
+    scarce = counts < 2 * _OF_EACH
+    if bool(scarce.any()):
+        there = there & (few | scarce[entries.long()])
+        counts = torch.bincount(flat, there.flatten().double()).clamp_(min=1)
+    else:
+        there = there & few
     # Of all pairs so many are ranked that hardly ever one that is to be chosen is not.
     likely = (numbers < (_OF_EACH * _SPARE / counts)[entries.long()]) & there
     places = likely.flatten().nonzero()[:, 0]
     entry = entries.flatten()[places].long()
     order = (entry + numbers.flatten()[places]).argsort()
     counts = torch.bincount(entry, minlength=1)
-    few = torch.arange(len(places)) - (counts.cumsum(0) - counts)[entry[order]] < _OF_EACH
+    first = torch.arange(len(places)) - (counts.cumsum(0) - counts)[entry[order]] < _OF_EACH
     chosen = torch.zeros(there.numel(), dtype=torch.bool)
-    chosen[places[order[few]]] = True
+    chosen[places[order[first]]] = True
     return chosen.reshape(there.shape)
 
 
@@ -796,7 +811,10 @@ class AdaptiveRank:
         told = self.risk.reduction.each(
             lambda: (
                 survey.unsuited,
-                [(f.sizes().cpu(), f.entries().int().cpu()) for f in survey.factors],
+                [
+                    (sizes, f.entries().int().cpu())
+                    for sizes, f in zip(survey.found, survey.factors, strict=True)
+                ],
             )
         )
         if reasons := [unsuited for unsuited, _ in told if unsuited]:
