@@ -6,9 +6,10 @@ Networks are trained until at least 99 % of the training samples are right, each
 own: multilayer perceptrons and convolutional networks, on scikit-learn's digits (10 classes) and on
 Gaussian clusters (100 classes). Of each, the exact trace and the one within the tolerance are taken
 in the same run: the pairs of a sample and a direction that were sent backwards, the prices in
-gradients as `Report.provenance` counts them, and the faster of two runs each. z is error over
-standard error, of the sum and of every block whose error is more than rounding. With `--mnist` two
-larger networks come to them, on 10,000 images, which are looked for as `saltflat.datasets` does.
+gradients as `Report.provenance` counts them, and the fastest of some runs each, which take turns:
+five, or two of the larger networks. z is error over standard error, of the sum and of every block
+whose error is more than rounding. With `--mnist` two larger networks come to them, on 10,000
+images, which are looked for as `saltflat.datasets` does.
 """
 
 from __future__ import annotations
@@ -93,11 +94,14 @@ class Row:
     totals: list[float] = field(default_factory=list)  # z
     blocks: list[float] = field(default_factory=list)
 
-    def add(self, model: nn.Module, data: Data, tolerance: float, seed: int) -> None:
+    def add(
+        self, model: nn.Module, data: Data, tolerance: float, seed: int, repeats: int = 5
+    ) -> None:
         self.accuracy.append(train(model, data))
-        exact, alone = _timed(lambda: sf.trace(model, data, progress=False))
-        found, shorter = _timed(
-            lambda: sf.trace(model, data, tolerance=tolerance, seed=seed, progress=False)
+        (exact, found), (alone, shorter) = _timed(
+            lambda: sf.trace(model, data, progress=False),
+            lambda: sf.trace(model, data, tolerance=tolerance, seed=seed, progress=False),
+            repeats=repeats,
         )
         self.time.append(shorter / alone)
         directions = exact_price(len(model(data[0][:1])[0]) - 1)
@@ -126,13 +130,17 @@ def _held(z: list[float]) -> str:
     return f"{within} of {len(z)}, {fmean(each**2 for each in z) ** 0.5:.2f}"
 
 
-def _timed(call: Callable[[], sf.Trace]) -> tuple[sf.Trace, float]:
-    seconds = []
-    for _ in range(2):
-        start = process_time()
-        result = call()
-        seconds.append(process_time() - start)
-    return result, min(seconds)
+def _timed(*calls: Callable[[], sf.Trace], repeats: int) -> tuple[list[sf.Trace], list[float]]:
+    """What some calls return, and the least processor time that each took; they take turns."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    results: list[sf.Trace] = []
+    for _ in range(repeats):
+        results = []
+        for call, taken in zip(calls, seconds, strict=True):
+            start = process_time()
+            results.append(call())
+            taken.append(process_time() - start)
+    return results, [min(taken) for taken in seconds]
 
 
 def exact_price(directions: int) -> float:
@@ -174,7 +182,7 @@ def large(tolerance: float) -> list[Row]:
     rows = [Row("MLP 784-512-512-10, n = 10,000"), Row("CNN 16-32, 28 × 28, n = 10,000")]
     for row, make in zip(rows, (partial(mlp, 784, 512), partial(cnn, 28)), strict=True):
         torch.manual_seed(0)
-        row.add(make(10), data, tolerance, 0)
+        row.add(make(10), data, tolerance, 0, repeats=2)
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -15,7 +16,8 @@ from untouched import fingerprint
 
 import saltflat as sf
 from saltflat.curvature import adaptive
-from saltflat.curvature.adaptive import Pairs, choose
+from saltflat.curvature.adaptive import Packing, Pairs, Population, Sent, choose
+from saltflat.curvature.contractions import Layout, Outer
 from saltflat.curvature.estimators import uniforms
 from saltflat.curvature.loss_hessian import Factor, ranked
 from saltflat.losses import CrossEntropy, Loss, resolve
@@ -226,6 +228,7 @@ def test_blocks_beside_curved_ones_are_exact() -> None:
         found = sf.trace(model, data, tolerance=0.5)
     assert found.details["2.weight"].exact
     assert not found.details["0.weight"].exact
+    assert any("tolerance=0.5 is for the blocks that are estimated" in n for n in found.notes)
 
 
 def test_measures_have_errors_that_hold() -> None:
@@ -419,6 +422,88 @@ def test_sizes_of_confident_samples_keep_their_digits() -> None:
     trace = float((p[1:] * (1 - p[1:])).sum() + p[0] * p[1:].sum())
     assert float(sides.sizes().sum()) == pytest.approx(trace, rel=1e-12)
     assert float(sides.chosen(torch.tensor([[0], [1]])).square().sum()) == pytest.approx(trace)
+
+
+def test_saturated_samples_have_sizes_too() -> None:
+    """Where p is 1e-200 its square is not to be had; that must not stop a choice."""
+    model, (x, y) = trained()
+    x = x.clone()
+    x[:40] *= torch.linspace(5, 80, 40).double()[:, None]
+    sides = ranked(CrossEntropy(), model(x), Batch(x, y, len(x), "a test"))
+    assert sides is not None
+    assert bool(sides.sizes().isfinite().all())
+    narrow = copy.deepcopy(model).float()
+    found = sf.trace(narrow, (x.float(), y), tolerance=TOLERANCE)
+    assert not found.exact, found.notes
+    exact = dict(sf.trace(narrow, (x.float(), y)))
+    assert max(map(abs, scores(found, exact))) < 5
+
+
+def every_pair(counts: Tensor) -> Pairs:
+    """Of samples with so many directions each."""
+    samples = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    directions = torch.cat([torch.arange(int(c)) for c in counts])
+    ones = torch.ones(len(samples), dtype=torch.float64)
+    chances = torch.where(torch.arange(len(samples)) % 3 > 0, 0.5, 1.0).double()
+    return Pairs(samples, directions, ones, chances, samples % 4, 4, 1.0)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("most", [1, 3, 16, 40])
+def test_every_pair_is_in_one_row_of_its_sample_and_lot(most: int, apart: bool) -> None:
+    counts = torch.arange(600) * 7 % (most + 1)
+    pairs = every_pair(counts)
+    packing = Packing(pairs, apart)
+    seen: list[int] = []
+    for row in range(len(packing.samples)):
+        count, width = int(packing.counts[row]), int(packing.width[row])
+        assert 0 < count <= width <= 16
+        start = int(packing.starts[row])
+        members = packing.members[start : start + count]
+        assert bool((pairs.samples[members] == packing.samples[row]).all())
+        lots = (pairs.drawn * (1 + pairs.groups))[members] if apart else torch.zeros(1)
+        assert bool((lots == packing.lots[row]).all())
+        seen += members.tolist()
+    assert sorted(seen) == list(range(len(pairs.samples)))
+
+
+def test_a_lower_threshold_draws_the_same_pairs_and_more() -> None:
+    sizes = torch.rand(300, 7, dtype=torch.float64)
+    few, many = (choose(sizes, threshold, 4, 1) for threshold in (8.0, 3.0))
+    sent = Sent(7)
+    sent.add(few, {("trace", ""): few.weights * few.samples})
+    assert int(sent.unknown(few).sum()) == 0
+    assert int(sent.unknown(many).sum()) == len(many.samples) - len(few.samples) > 0
+    more = many.where(sent.unknown(many))
+    sent.add(more, {("trace", ""): more.weights * more.samples})
+    assert torch.allclose(sent.of(many)["trace", ""], many.weights * many.samples)
+
+
+def test_thresholds_without_a_sort() -> None:
+    """The sums below a threshold, and with them its noise, are those of the pairs."""
+    torch.manual_seed(0)
+    sizes = torch.randn(500, 7, dtype=torch.float64).mul(4).exp()
+    sizes[:9] = 0
+    population = Population(sizes)
+    for k in (0, 300, 700, 900, 1023):
+        below = sizes[sizes < population.offers[k]]
+        assert float(population.first[k]) == pytest.approx(float(below.sum()), rel=1e-9, abs=1e-300)
+        assert float(population.second[k]) == pytest.approx(
+            float(below.square().sum()), rel=1e-9, abs=1e-300
+        )
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_squares_of_directions_that_share_their_inputs(offset: float) -> None:
+    """‖G‖² of every direction and sample; with an offset, digits cancel in the expanded square."""
+    torch.manual_seed(0)
+    left = [torch.randn(6, 2, 32, 4) for _ in range(3)]
+    left = [each - each.mean(3, keepdim=True) * (offset > 0) for each in left]
+    right = torch.randn(6, 2, 40, 4) + offset
+    term = Outer(left, right, Layout(groups=2))
+    wide = Outer([each.double() for each in left], right.double(), Layout(groups=2))
+    known = wide.gradient().square().flatten(2).sum(2)
+    assert torch.allclose(term.squares(3), known, rtol=1e-4 if offset else 1e-5)
 
 
 def test_numbers_belong_to_samples() -> None:

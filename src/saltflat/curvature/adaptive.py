@@ -9,12 +9,13 @@ another scale may hold all of a trace and next to nothing of the sizes. So
    largest direction of each backwards. That is at least half of what its outputs have, is had
    without error, and tells the sample's ratio in every block;
 2. a pilot sends a few others, some of them for every entry of the outputs, which tells by how much
-   every entry's ratio is larger than that. Its draws are thrown away;
+   every entry's ratio is larger than that;
 3. a direction's importance s is its size, each entry's square times what the entry gains, times the
    ratio of its sample, in the block where they are largest.
    Pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
    belongs to the sample and the direction, and then has the weight S/(m s), for S the sum of s
-   below τ and m the pairs drawn there.
+   below τ and m the pairs drawn there. The number is the same for every τ and in the pilot: where
+   τ turns out to be too large, those drawn are drawn again for a lower one, and not sent again.
 
 Drawn pairs are sent at their weight, u √(S/(m s)). What arrives, y, adds up to an estimate for all
 that are below τ. (It is a ratio, whose bias is about its error over √m.) Its error is the spread of
@@ -30,14 +31,17 @@ the largest that keeps every block's error within the tolerance, with a margin, 
 by in the pilot, which looks where τ will about be. Where it leaves too little to save, all pairs
 are sent: an ordinary sweep.
 
-Samples are gathered by how many of their directions travel, so that the passes are dense.
+Samples are gathered by how many of their directions travel, so that the passes are dense; one with
+many is there several times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from functools import cache
+from itertools import combinations
+from math import inf, isfinite, sqrt
 from typing import Any, final
 
 import torch
@@ -73,19 +77,23 @@ LEAST_DIRECTIONS = 3  # of a sample, of which the largest is always sent
 _LEAST_RATIO = 0.25  # of ‖Jᵀu‖²/|u|², to its mean
 _LEAST = 128  # pairs to be drawn, about
 _PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
-_STEPS = 100  # of a pilot's search for gains
+_STEPS = 60  # of a pilot's search for gains
+_OFFERS = 1024  # thresholds to choose from
 _OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
+_SPARE = 8  # times as many, that are ranked
+_FEW = 192  # samples that they are of, about
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
-_AIM = 0.75  # of the tolerance
+_AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
 _ROUNDS = 3
 _WORTH = 0.7  # of the price of a sweep
 GROUPS = 16  # of the drawn pairs, where nobody asks for another number
 _ROWS = 1024  # of a batch of gathered samples
 _BLOCK = 4096  # samples that are drawn from at a time
-_PADDING = 256  # empty directions that a batch less is worth
-# Directions that gathered samples are sent with: no more than a third of them empty.
-_LADDER = torch.tensor([1, 2, 3] + [k << e for e in range(1, 40) for k in (2, 3)])
+_WIDEST = 16  # directions that a sample of a batch is sent with
+_BATCH = 150.0  # gradients of a sample that a batch less is worth
+
+_TRACE: frozenset[Kind] = frozenset({"trace"})
 
 
 @dataclass
@@ -177,9 +185,10 @@ class Survey(PairPass):
 
     must_be_linear: bool = field(kw_only=True)
     factors: list[Factor] = field(default_factory=list)
+    found: list[Tensor] = field(default_factory=list)  # sizes of their directions
     outputs: list[Tensor] = field(default_factory=list)
     unsuited: str = ""
-    _latest: tuple[Factor, Tensor] | None = None
+    _latest: tuple[Factor, Tensor, Tensor] | None = None
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.requests))
@@ -192,9 +201,10 @@ class Survey(PairPass):
         if sides is None:
             self.unsuited = f"the directions of {self.loss.name} are not ranked"
             return None
-        self._latest = sides, chunk.outputs.detach()
+        sizes = sides.sizes()
+        self._latest = sides, sizes.cpu(), chunk.outputs.detach()
         self._table = torch.arange(self.samples, self.samples + chunk.batch.size)[None]
-        self.send(chunk, sides.chosen(sides.sizes().argmax(1)[None]))
+        self.send(chunk, sides.chosen(sizes.argmax(1)[None]))
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -202,12 +212,19 @@ class Survey(PairPass):
         if self._latest is None:
             self.unsuited = self.unsuited or "some samples have no curvature"
             return
-        factor, outputs = self._latest
+        factor, sizes, outputs = self._latest
         self.factors.append(factor)
+        self.found.append(sizes)
         self.outputs.append(outputs)
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
             self.unsuited = "outputs have unlike shapes"
+
+    def side(self) -> Factor:
+        """That of all samples here."""
+        if len(self.factors) > 1:
+            self.factors = [self.factors[0].joined(self.factors[1:])]
+        return self.factors[0]
 
     def sizes(self, gains: Tensor) -> Tensor:
         """Those of the directions of all ranks' samples, by what their entries gain."""
@@ -220,30 +237,33 @@ class Population:
     """All pairs, by their sizes: what a threshold τ costs, and how noisy it is."""
 
     def __init__(self, sizes: Tensor) -> None:
-        self.sizes = sizes.flatten().sort().values
-        self.first, self.second = self.sizes.cumsum(0), self.sizes.square().cumsum(0)
-        largest, whole = float(self.sizes[-1]), float(self.first[-1])
+        self.sizes, self.whole = sizes, float(sizes.sum())
+        top = self.whole + float(sizes.max())
         # From far below the largest, where all that matters is sent, to where none is drawn.
-        self.offers = torch.logspace(-12, 0, 1024, dtype=torch.float64).flip(0)
-        self.offers = self.offers * (whole + largest)
+        steps = torch.linspace(-12, 0, _OFFERS, dtype=torch.float64)
+        self.offers = 10**steps * top
+        # The sums up to every offer, by how many offers a size has reached: no sort of all pairs.
+        place = (sizes / top).log10_().add_(12).mul_((_OFFERS - 1) / 12).add_(1)
+        place = place.clamp_(min=0).long().flatten()
+        flat = sizes.flatten()
+        self.first, self.second = (
+            torch.bincount(place, each, minlength=_OFFERS + 1)[:_OFFERS].cumsum(0)
+            for each in (flat, flat.square())
+        )
 
     def threshold(self, noise: float, tolerance: float) -> float:
         """The largest τ that keeps a tolerance, with some pairs to draw; 0 if there is none.
 
         Where ratios vary by `noise`, the variance is noise² Σ s (τ − s), over s < τ.
         """
-        below = torch.searchsorted(self.sizes, self.offers) - 1
-        some = below >= 0
-        first = self.first[below.clamp(min=0)] * some
-        second = self.second[below.clamp(min=0)] * some
-        small = noise**2 * (self.offers * first - second) <= tolerance**2
-        good = small & (first >= _LEAST * self.offers)
-        return float(self.offers[good][0]) if bool(good.any()) else 0.0
+        small = noise**2 * (self.offers * self.first - self.second) <= tolerance**2
+        good = small & (self.first >= _LEAST * self.offers)
+        return float(self.offers[good][-1]) if bool(good.any()) else 0.0
 
     def halves(self, threshold: float) -> tuple[float, float]:
         """The sizes of all pairs below and above a threshold."""
-        below = float(self.sizes[self.sizes < threshold].sum())
-        return below, float(self.first[-1]) - below
+        below = float((self.sizes * (self.sizes < threshold)).sum())
+        return below, self.whole - below
 
 
 @final
@@ -265,16 +285,51 @@ class Pairs:
 
     def among(self, samples: range) -> Pairs:
         """Those of some samples, which are counted from the first of them."""
-        here = (self.samples >= samples.start) & (self.samples < samples.stop)
-        return Pairs(
-            self.samples[here] - samples.start,
-            self.directions[here],
-            self.weights[here],
-            self.chances[here],
-            self.groups[here],
-            self.folds,
-            self.unit,
+        found = self.where((self.samples >= samples.start) & (self.samples < samples.stop))
+        return replace(found, samples=found.samples - samples.start)
+
+    def where(self, here: Tensor) -> Pairs:
+        """Some of them."""
+        return replace(
+            self,
+            samples=self.samples[here],
+            directions=self.directions[here],
+            weights=self.weights[here],
+            chances=self.chances[here],
+            groups=self.groups[here],
         )
+
+
+@final
+class Sent:
+    """What came of pairs so far, at weight 1: what is known of one is not sent for again.
+
+    A pair that is drawn for one threshold is drawn for every lower one: the same number decides.
+    """
+
+    def __init__(self, directions: int) -> None:
+        self.directions = directions
+        self.ids = torch.empty(0, dtype=torch.long)  # in order
+        self.parts: dict[tuple[Kind, str], Tensor] = {}
+
+    def _ids(self, pairs: Pairs) -> Tensor:
+        return pairs.samples * self.directions + pairs.directions
+
+    def unknown(self, pairs: Pairs) -> Tensor:
+        return ~torch.isin(self._ids(pairs), self.ids)
+
+    def add(self, pairs: Pairs, parts: Mapping[tuple[Kind, str], Tensor]) -> None:
+        """What pairs gave that were sent at their weights."""
+        new = self.unknown(pairs)
+        self.ids, order = torch.cat([self.ids, self._ids(pairs)[new]]).sort()
+        for key, y in parts.items():
+            known = self.parts.get(key, y[:0])
+            self.parts[key] = torch.cat([known, (y / pairs.weights)[new]])[order]
+
+    def of(self, pairs: Pairs) -> dict[tuple[Kind, str], Tensor]:
+        """What these give at their weights; all of them were sent."""
+        place = torch.searchsorted(self.ids, self._ids(pairs))
+        return {key: y[place] * pairs.weights for key, y in self.parts.items()}
 
 
 def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
@@ -295,32 +350,50 @@ def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     return Pairs(samples, directions, weights, chances, group[samples], folds, unit)
 
 
-def pilot(sizes: Tensor, entries: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
+def pilot(
+    sizes: Tensor, entries: Tensor, least: float, threshold: float, folds: int, *key: int
+) -> Pairs:
     """Some pairs from below a threshold and fewer from above, in group 0, and in group 1 some for
-    every entry of the outputs, whatever their sizes are; all sent with length 1."""
+    every entry of the outputs, of whatever sizes that are not less than `least`; all sent with
+    length 1.
+
+    The first are drawn by the numbers that `choose` draws by, and the others by their far ends:
+    what these tell, by which all pairs are weighed, has next to nothing to do with those drawn.
+    """
     below = sizes < threshold
     low, high = (sizes * below).sum(), (sizes * ~below).sum()
     chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
-    by_size = uniforms(range(len(sizes)), sizes.shape[1], *key, 0) < chances
-    by_entry = torch.zeros_like(by_size)
-    for k in range(2):
-        numbers = uniforms(range(len(sizes)), sizes.shape[1], *key, 1 + k)
-        by_entry |= _of_each(entries[:, :, k], sizes > 0, numbers)
+    numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
+    by_size, there = numbers < chances, sizes > least
+    few = uniforms(range(len(sizes)), 1, *key, 1) < _FEW / len(sizes)
+    by_entry = _of_each(entries[:, :, 0], there, few, 1 - numbers)
+    by_entry |= _of_each(entries[:, :, 1], there, few, (2 * numbers - 1).abs())
     samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
     size = sizes[samples, directions]
-    group = (~by_size[samples, directions]).long()
+    group = by_entry[samples, directions].long()
     return Pairs(samples, directions, 1 / size, size / threshold, group, folds, 1.0)
 
 
-def _of_each(entries: Tensor, there: Tensor, numbers: Tensor) -> Tensor:
-    """The few pairs of every entry of the outputs that have the least numbers."""
-    places = there.flatten().nonzero()[:, 0]
-    order = (entries.flatten()[places] + numbers.flatten()[places]).argsort()
-    counts = torch.bincount(entries.flatten()[places])
-    start = (counts.cumsum(0) - counts)[entries.flatten()[places[order]].long()]
-    few = torch.arange(len(places)) - start < _OF_EACH
+def _of_each(entries: Tensor, there: Tensor, few: Tensor, numbers: Tensor) -> Tensor:
+    """Some pairs of every entry of the outputs, those with the least numbers but for chance: of few
+    samples, whose forward passes they share, or of all where these have not enough of an entry."""
+    flat = entries.flatten()
+    counts = torch.bincount(flat, (there & few).flatten().double())
+    scarce = counts < 2 * _OF_EACH
+    if bool(scarce.any()):
+        there = there & (few | scarce[entries.long()])
+        counts = torch.bincount(flat, there.flatten().double()).clamp_(min=1)
+    else:
+        there = there & few
+    # Of all pairs so many are ranked that hardly ever one that is to be chosen is not.
+    likely = (numbers < (_OF_EACH * _SPARE / counts)[entries.long()]) & there
+    places = likely.flatten().nonzero()[:, 0]
+    entry = entries.flatten()[places].long()
+    order = (entry + numbers.flatten()[places]).argsort()
+    counts = torch.bincount(entry, minlength=1)
+    first = torch.arange(len(places)) - (counts.cumsum(0) - counts)[entry[order]] < _OF_EACH
     chosen = torch.zeros(there.numel(), dtype=torch.bool)
-    chosen[places[order[few]]] = True
+    chosen[places[order[first]]] = True
     return chosen.reshape(there.shape)
 
 
@@ -328,22 +401,21 @@ def _of_each(entries: Tensor, there: Tensor, numbers: Tensor) -> Tensor:
 class Packing:
     """Gathers samples that have as many directions to send, from all batches.
 
-    A row is a sample with some of its pairs. With `apart`, rows of drawn pairs are kept from those
-    of certain ones, and from other groups.
+    A row is a sample with some of its pairs; one with many pairs is several rows. With `apart`,
+    rows of drawn pairs are kept from those of certain ones, and from other groups.
     """
 
     def __init__(self, pairs: Pairs, apart: bool) -> None:
         lots = (pairs.drawn * (1 + pairs.groups)) if apart else torch.zeros_like(pairs.samples)
         kinds = pairs.folds + 1
-        rows, row, counts = torch.unique(
+        rows, row, every = torch.unique(
             pairs.samples * kinds + lots, return_inverse=True, return_counts=True
         )
-        self.samples, self.lots = rows // kinds, rows % kinds
-        # Of several ranks, one may have no pairs to send.
-        self.width = _widths(counts, _PADDING * (int(lots.max()) + 1)) if len(rows) else counts
-        self.members = row.argsort(stable=True)
-        self.starts = counts.cumsum(0) - counts
-        self.counts = counts
+        self.members = row.argsort(stable=True) if apart else torch.arange(len(row))
+        piece, self.width, place = _pieces(every, 1 + int(lots.max()) if len(lots) else 1)
+        self.samples, self.lots = rows[piece] // kinds, rows[piece] % kinds
+        self.starts = (every.cumsum(0) - every)[piece] + place
+        self.counts = torch.minimum(every[piece] - place, self.width)
         self.packs: list[tuple[int, Tensor]] = []  # lot, and (directions, rows) of pairs, or −1
 
     def batches(self, risk: Risk) -> Iterator[Batch]:
@@ -367,10 +439,11 @@ class Packing:
             yield self._pack(key, parts, ids)
 
     def _by_key(self, rows: range) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        keys = torch.stack([self.lots, self.width], 1)[rows.start : rows.stop]
-        for key in torch.unique(keys, dim=0):
-            same = (keys == key).all(1).nonzero()[:, 0]
-            yield (int(key[0]), int(key[1])), same + rows.start
+        here = slice(rows.start, rows.stop)
+        keys = self.lots[here] * (1 + _WIDEST) + self.width[here]
+        for key in keys.unique().tolist():
+            same = (keys == key).nonzero()[:, 0]
+            yield divmod(key, 1 + _WIDEST), same + rows.start
 
     def _pack(self, key: tuple[int, int], parts: list[Batch], ids: list[Tensor]) -> Batch:
         lot, width = key
@@ -382,18 +455,50 @@ class Packing:
         return join(parts)
 
 
-def _widths(counts: Tensor, padding: int) -> Tensor:
-    """How many directions rows of so many are sent with: of a few sizes, the next above each.
+@cache
+def _cuts() -> tuple[Tensor, Tensor, Tensor]:
+    """For every set of widths, what it costs to send 0 … _WIDEST directions of a sample in rows of
+    these widths; the width of the row to begin with; and how many widths there are."""
+    widths = [1 << k for k in range(_WIDEST.bit_length())]
+    prices, firsts, sizes = [], [], []
+    for few in (c for r in range(1, 1 + len(widths)) for c in combinations(widths, r)):
+        price, first = [0.0], [0]
+        for count in range(1, 1 + _WIDEST):
+            offers = [
+                (FORWARD + direction_price(_TRACE) * w + price[max(0, count - w)], -w) for w in few
+            ]
+            price.append(min(offers)[0])
+            first.append(-min(offers)[1])
+        prices.append(price)
+        firsts.append(first)
+        sizes.append(len(few))
+    return torch.tensor(prices), torch.tensor(firsts), torch.tensor(sizes)
 
-    Where these are few rows they join the next size, which costs so many empty directions at most.
+
+def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows for samples with so many directions: whose they are, their widths, and which of the
+    sample's directions is their first.
+
+    A row more is a forward pass more, wider rows have empty directions, and a width more is a batch
+    more in each of so many lots.
     """
-    step = torch.searchsorted(_LADDER, counts)
-    place, rows = torch.arange(int(step.max()) + 1), torch.bincount(step).tolist()
-    for k in range(len(rows) - 1):
-        if rows[k] * int(_LADDER[k + 1] - _LADDER[k]) <= padding:
-            rows[k + 1] += rows[k]
-            place[place == k] = k + 1
-    return torch.minimum(_LADDER[place], counts.max())[step]
+    prices, firsts, sizes = _cuts()
+    whole, left = counts // _WIDEST, counts % _WIDEST
+    many = torch.bincount(left, minlength=1 + _WIDEST)
+    many[_WIDEST] += whole.sum()
+    cut = firsts[(prices @ many.to(prices) + _BATCH * lots * sizes).argmin()]
+    of, place, found = torch.arange(len(counts)), torch.zeros_like(counts), []
+    while len(of):
+        width = cut[(counts[of] - place).clamp(max=_WIDEST)]
+        found.append((of, width, place))
+        place = place + width
+        more = place < counts[of]
+        of, place = of[more], place[more]
+    if not found:  # of several ranks, one may have no pairs to send
+        return of, of, place
+    of, width, place = (torch.cat(each) for each in zip(*found, strict=True))
+    order = of.argsort(stable=True)
+    return of[order], width[order], place[order]
 
 
 def _joinable(one: Batch, other: Batch) -> bool:
@@ -443,9 +548,8 @@ class PackedPass(PairPass):
         pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
         rows = pairs.samples[self._table[0]].to(self.outputs.device)
         _insist_on_order(self.outputs[rows], chunk.outputs.detach())
-        sides = ranked(self.loss, self.outputs[rows], chunk.batch)
-        assert sides is not None
-        columns = sides.chosen(pairs.directions[at].masked_fill(none, -1).to(rows.device))
+        which = pairs.directions[at].masked_fill(none, -1).to(rows.device)
+        columns = self.survey.side().chosen(which, rows)
         root = pairs.weights[at].sqrt().to(columns)
         columns = columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
         if self.squares is not None:
@@ -525,15 +629,22 @@ def _insist_on_order(before: Tensor, now: Tensor) -> None:
 class Drawn:
     """The estimates that a pass over chosen pairs gives."""
 
-    def __init__(self, done: PackedPass, pairs: Pairs, leading: Leading, scale: float) -> None:
+    def __init__(
+        self,
+        done: PackedPass,
+        pairs: Pairs,
+        parts: Mapping[tuple[Kind, str], Tensor],
+        leading: Leading,
+        scale: float,
+    ) -> None:
         self.done, self.pairs, self.scale = done, pairs, scale
         self.drawn = pairs.drawn
         self.count = int(self.drawn.sum())
         self.spared = 1 - self.pairs.chances[self.drawn]
-        every = gathered(done, len(done.pairs.samples))
-        self.parts = {key: each / scale for key, each in Leading.sums(every)}
+        self.parts = {key: each / scale for key, each in Leading.sums(parts)}
         self.leading = {k: float(y.sum()) / scale for k, y in Leading.sums(leading.parts)}
         self.least = dict.fromkeys(self.parts, 0.0)  # variances
+        self._variances: dict[tuple[Kind, str], tuple[float, float]] = {}
         self.whole = leading.whole
         lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
         self.lots = done.reduction.totals(lots, done.risk.device)
@@ -550,12 +661,14 @@ class Drawn:
         return sqrt(max(total, self.least[key])), degrees
 
     def _variance(self, key: tuple[Kind, str]) -> tuple[float, float]:
+        if key in self._variances:
+            return self._variances[key]
         y = self.parts[key][self.drawn]
         terms = self.spared * (y - y.mean()).square() * (self.count / (self.count - 1))
         total = float(terms.sum())
-        if total <= 0:
-            return 0.0, inf
-        return total, 2 / float((terms / total).square().sum())
+        degrees = 2 / float((terms / total).square().sum()) if total > 0 else inf
+        self._variances[key] = max(0.0, total), degrees
+        return self._variances[key]
 
     def _total(self, key: tuple[Kind, str]) -> float:
         return float(self.parts[key].sum()) + self.leading[key]
@@ -632,18 +745,20 @@ class Pilot:
     """
 
     def __init__(self, drawn: Drawn, leading: Leading) -> None:
-        self.drawn, shares = drawn, drawn.done.shares()
-        ratios = torch.zeros(len(shares), dtype=torch.float64)
+        self.drawn, every = drawn, drawn.done.shares()
+        ratios = torch.zeros(len(every), dtype=torch.float64)
         for key, y in drawn.parts.items():
             if (mean := leading.means[key] / drawn.scale) > 0:
                 ratios = torch.maximum(ratios, y / mean)
-        self.gains = torch.ones(shares.shape[1], dtype=torch.float64)
-        whole = shares.sum(0)
+        self.gains = torch.ones(every.shape[1], dtype=torch.float64)
+        told = (drawn.pairs.groups == 1) & (every.sum(1) > 0)
+        shares, ratios = every[told], ratios[told]
+        least = shares.new_full((), torch.finfo(shares.dtype).tiny)
+        back = (shares / shares.sum(0).clamp(min=least)).mT.contiguous()
         for _ in range(_STEPS):
-            explained = ratios / (shares @ self.gains).clamp(min=torch.finfo(ratios.dtype).tiny)
-            self.gains *= torch.where(whole > 0, shares.mT @ explained / whole, 1.0)
+            self.gains *= back @ (ratios / torch.addmv(least, shares, self.gains))
         self.gains.clamp_(min=1.0)
-        self.gained = shares @ self.gains
+        self.gained = every @ self.gains
 
     def noise(self, low: float, high: float) -> float:
         """As that of what was drawn; `low` and `high` are the importance of all pairs below and
@@ -696,7 +811,10 @@ class AdaptiveRank:
         told = self.risk.reduction.each(
             lambda: (
                 survey.unsuited,
-                [(f.sizes().cpu(), f.entries().int().cpu()) for f in survey.factors],
+                [
+                    (sizes, f.entries().int().cpu())
+                    for sizes, f in zip(survey.found, survey.factors, strict=True)
+                ],
             )
         )
         if reasons := [unsuited for unsuited, _ in told if unsuited]:
@@ -716,17 +834,24 @@ class AdaptiveRank:
         leading, scale = Leading(survey, sizes), divisor(self.loss, survey.normaliser)
         self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
         importance, noise = leading.importance(sizes), _GUESS / float(sizes.sum())
+        sent = Sent(sizes.shape[1])
+        # What is less has no length in the numbers' type.
+        like = next(iter(self.risk.parameters.values()))
+        least = torch.finfo(like.dtype).tiny ** 1.5
         for attempt in range(1 + _ROUNDS):
+            if not isfinite(float(importance.sum())):
+                return "some directions are beyond the range of numbers"
             population = Population(importance)
-            threshold = population.threshold(noise, _AIM * self.settings.tolerance)
+            aim = _AIM * 0.8 ** max(0, attempt - 1)  # further below, once it was missed
+            threshold = population.threshold(noise, aim * self.settings.tolerance)
             if threshold == 0 or not self._worth(importance, threshold, attempt):
                 return "so many directions matter that to choose among them saves too little"
-            key = threshold, self.folds, self.seed, attempt
-            pairs = choose(importance, *key) if attempt else pilot(importance, entries, *key)
-            done = self._pass(survey, pairs, attempt > 0)
+            key = threshold, self.folds, self.seed
+            pairs = choose(importance, *key) if attempt else pilot(importance, entries, least, *key)
+            done = self._pass(survey, pairs, sent, attempt > 0)
             if isinstance(done, Refutation):
                 return done
-            estimate = Drawn(done, pairs, leading, scale)
+            estimate = Drawn(done, pairs, sent.of(pairs), leading, scale)
             if attempt == 0:
                 told = Pilot(estimate, leading)
                 noise = told.noise(*population.halves(threshold))
@@ -748,19 +873,24 @@ class AdaptiveRank:
         self.spent = spent if attempt else 0.0
         return spent <= _WORTH
 
-    def _pass(self, survey: Survey, pairs: Pairs, final: bool) -> PackedPass | Refutation:
-        """One pass over chosen pairs; a pilot makes numbers alone."""
-        self.sent += len(pairs.samples)
+    def _pass(
+        self, survey: Survey, pairs: Pairs, sent: Sent, final: bool
+    ) -> PackedPass | Refutation:
+        """One pass over chosen pairs, but those that are known; a pilot makes numbers alone."""
         apart = final and bool(self.kinds & WHOLE)
+        pairs = pairs if apart else pairs.where(sent.unknown(pairs))
+        self.sent += len(pairs.samples)
         first = self.risk.offset
-        pairs = pairs.among(range(first, first + survey.own))
-        packing = Packing(pairs, apart)
+        own = pairs.among(range(first, first + survey.own))
+        packing = Packing(own, apart)
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
-        done = PackedPass(*parts, survey=survey, pairs=pairs, packing=packing, apart=apart)
+        done = PackedPass(*parts, survey=survey, pairs=own, packing=packing, apart=apart)
         done.squares = None if final else {}
         # Gathered samples are elsewhere in their batch than those that were looked at.
         plan = replace(self.plan, places=())
-        refutation = done.run(packing.batches(self.risk), plan)
+        if refutation := done.run(packing.batches(self.risk), plan):
+            return refutation
+        sent.add(pairs, gathered(done, len(own.samples)))
         for name, rules in done.rules.items():
             self.rules.setdefault(name, set()).update(rules)
-        return refutation or done
+        return done

@@ -133,11 +133,15 @@ CANCELLATION = 8.0
 
 
 def squares_by_gram(
-    parts: Sequence[Tensor], inner: Tensor, cancellation: float = CANCELLATION
+    parts: Sequence[Tensor],
+    inner: Tensor,
+    cancellation: float = CANCELLATION,
+    gram: Tensor | None = None,
 ) -> Tensor:
     """Σ_d ‖G_d‖² of m matrices by `gram_squares`, once more where too many digits cancel: in
     float64, or from the gradients if it was that already."""
-    squares, lost = gram_squares(parts, inner, inner.mT @ inner, cancellation)
+    gram = inner.mT @ inner if gram is None else gram
+    squares, lost = gram_squares(parts, inner, gram, cancellation)
     if not bool(lost.any()):
         return squares
     parts, inner = [part[lost] for part in parts], inner[lost]
@@ -180,6 +184,19 @@ def _trace_gram(left: Each, right: Tensor) -> Tensor:
         parts = [flat(delta[rows]) for delta in left]
         squares = squares_by_gram(parts, flat(right[rows]))
         totals[rows] = squares.reshape(-1, groups).sum(1, dtype=torch.float64)
+    return totals
+
+
+def _squares_gram(left: Each, right: Tensor) -> Tensor:
+    """‖G_d‖² of every direction: the positions' products of the inputs serve all of them."""
+    n, groups, _, positions = right.shape
+    totals = torch.zeros(len(left), n, dtype=torch.float64, device=right.device)
+    for rows in row_blocks(right, positions * positions):
+        inner = flat(right[rows])
+        gram = inner.mT @ inner
+        for d, delta in enumerate(left):
+            squares = squares_by_gram([flat(delta[rows])], inner, gram=gram)
+            totals[d, rows] = squares.reshape(-1, groups).sum(1, dtype=torch.float64)
     return totals
 
 
@@ -555,6 +572,15 @@ class Outer(Term):
         if positions * (directions * a + b) >= directions * a * b:
             return _trace_gradient(left, right, sign)
         return _apart(_trace_gram, left, right, sign)
+
+    def squares(self, count: int) -> Tensor:
+        left, right = self.left, self.right
+        a, positions = left[0].shape[2:]
+        if positions * (count * a + right.shape[2]) >= count * a * right.shape[2]:
+            return torch.stack(
+                [_trace_gradient(left[d : d + 1], right, None) for d in range(count)]
+            )
+        return _squares_gram(left, right)
 
     def diagonal(self, sign: Tensor | None) -> Tensor:
         if self._by_gradient():

@@ -121,6 +121,8 @@ _TRACE: frozenset[Kind] = frozenset({"trace"})
 
 Parameters = Mapping[Kind, frozenset[str]]  # that a kind is wanted of
 Choice = Callable[[Sequence["Layer"]], Parameters]
+# What is wanted, the batches and the first of them, to what is left to sweep for.
+_Way = Callable[[Requests, Iterable[Batch], Batch], Requests | Refutation]
 
 _LIKELIHOOD = (
     "the model ends in a log-softmax: with it the negative log-likelihood is the cross-entropy of "
@@ -565,11 +567,13 @@ class _Search:
         swept = {n: wanted[n] & (fisher | CURVATURE if n in exact else fisher) for n in names}
         requests: Requests = {n: kinds for n, kinds in swept.items() if kinds}
         rest = {n: wanted[n] & CURVATURE for n in names if n not in exact and wanted[n] & CURVATURE}
-        if requests and not rest and self._may_mix(requests, first):
-            left = self._mixed(requests, first)
+        for way in self._ways(requests, rest, first):
+            left = way(requests, stream, first)
             if isinstance(left, Refutation):
                 return left
             requests, stream = left, self.risk.batches()
+            if not any(kinds & CURVATURE for kinds in requests.values()):
+                break
         refutation = self._sweep(requests, stream, first) if requests else None
         if refutation and refutation.directions:
             refutation = self._crowded(requests, rest, refutation.directions)
@@ -658,13 +662,6 @@ class _Search:
         count = self._directions(first)
         if count > self.settings.max_directions and any(k & CURVATURE for k in requests.values()):
             return Refutation(directions=count)
-        if self._may_choose(requests, count):
-            chosen = self._chosen(requests, stream)
-            if isinstance(chosen, Refutation):
-                return chosen
-            requests, stream = chosen, self.risk.batches()
-            if not requests:
-                return None
         sweep = self._pass(requests, must_be_linear=self.hessian)
         if refutation := sweep.run(stream, self.plan):
             return refutation
@@ -677,27 +674,40 @@ class _Search:
         self.findings.samples = sweep.samples
         return None
 
-    def _may_choose(self, requests: Requests, count: int) -> bool:
-        """Whether some of the directions will do, as far as a look at the model tells.
-
-        Not where other blocks are estimated too, whose draws would have to be told apart.
-        """
-        if not self.settings.adaptive or not any(k & CURVATURE for k in requests.values()):
-            return False
+    def _ways(self, requests: Requests, rest: Requests, first: Batch) -> list[_Way]:
+        """The ways to spare directions within a tolerance that was given, as far as a look at the
+        model tells: each is tried for what those before it leave."""
+        kinds = frozenset[Kind]().union(*requests.values()) & CURVATURE
+        if not self.settings.adaptive or not kinds:
+            return []
+        swept = {name for name, each in requests.items() if each & CURVATURE}
+        if rest or (self.hessian and swept & self.plan.curved.keys()):
+            # Their draws would have to be told apart.
+            given = f"tolerance={self.settings.tolerance:g}"
+            note = (
+                f"{given} is for the blocks that are estimated; the others are swept all the same"
+            )
+            self.findings.notes.append(note)
+            return []
+        count = self._directions(first)
+        if count > self.settings.max_directions:  # all blocks are drawn
+            return []
         if self.kinds & WHOLE and not self.groups:
             self._not_chosen("single entries would have errors that do not hold")
-            return False
+            return []
         if count < LEAST_DIRECTIONS:
             self._not_chosen("samples have too few directions to choose among")
-            return False
-        names = [name for name in self.risk.parameters if self._wanted(name) & CURVATURE]
-        return all(not self.hessian or name not in self.plan.curved for name in names)
+            return []
+        dear = count * direction_price(kinds) > _DEAR and self.whole.estimator is None
+        return [self._mixed, self._chosen] if dear else [self._chosen]
 
     def _not_chosen(self, why: str) -> None:
         given = f"tolerance={self.settings.tolerance:g}"
         self.findings.notes.append(f"{given} was not used, all directions were swept: {why}")
 
-    def _chosen(self, requests: Requests, stream: Iterable[Batch]) -> Requests | Refutation:
+    def _chosen(
+        self, requests: Requests, stream: Iterable[Batch], first: Batch
+    ) -> Requests | Refutation:
         """The directions that matter, within the tolerance; returns what is left to sweep for."""
         loss, settings = self.whole.loss, self.settings
         assert isinstance(loss, Loss)
@@ -747,18 +757,7 @@ class _Search:
                 quantity.draws.pop(name, None)
                 quantity.unknown.add(name)
 
-    def _may_mix(self, requests: Requests, first: Batch) -> bool:
-        """Whether there are so many directions that random mixes of them may do, for a tolerance
-        that was given."""
-        kinds = frozenset[Kind]().union(*requests.values()) & CURVATURE
-        if not self.settings.adaptive or self.whole.estimator is not None or not kinds:
-            return False
-        if kinds & WHOLE and not self.groups:  # single entries
-            return False
-        count = self._directions(first)
-        return count <= self.settings.max_directions and count * direction_price(kinds) > _DEAR
-
-    def _mixed(self, requests: Requests, first: Batch) -> Requests | Refutation:
+    def _mixed(self, requests: Requests, _: Iterable[Batch], first: Batch) -> Requests | Refutation:
         """Random mixes of directions, if they reach the tolerance for less than all directions do;
         returns what is left to sweep for."""
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
@@ -778,7 +777,7 @@ class _Search:
             note = f"{asked}: random mixes would cost more than all {count} directions"
             self.findings.notes.append(note)
             return requests
-        tally, _ = done
+        tally = done[0]
         some = f"those of the {top} likeliest classes and " if top else ""
         note = (
             f"{asked}: of {count} directions a sample, {some}{tally.count} random mixes were sent"

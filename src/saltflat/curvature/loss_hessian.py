@@ -7,12 +7,13 @@ with random noise into one or two directions whose outer product is B on average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -61,9 +62,18 @@ class Factor:
         """The two outputs in which every direction is largest, (n, count, 2)."""
         raise AssertionError("this factor is never chosen from")
 
-    def chosen(self, which: Tensor) -> Tensor:
-        """Some directions of every sample, (D, n, …), by their numbers, (D, n); 0 for −1."""
+    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Some directions of every sample, or of some `rows`, (D, n, …), by their numbers, (D, n);
+        0 for −1."""
         raise AssertionError("this factor is never chosen from")
+
+    def joined(self, others: Sequence[Factor]) -> Self:
+        """The factor of several batches of samples."""
+        whole = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(whole, name, torch.cat([value, *(getattr(o, name) for o in others)]))
+        return whole
 
 
 @final
@@ -149,14 +159,16 @@ class RankedSoftmax(Factor):
         root = loss.scale(outputs, targets).sqrt().reshape(n, -1, 1)
         self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :, :-1], rest, root)
         self.count = self.at[0].numel()
+        self._placed: tuple[Tensor, Tensor] | None = None
 
     def sizes(self, gains: Tensor | None = None) -> Tensor:
         squares, at = self.p.square(), self.at.square()
         if gains is not None:
             each = self._class_last(gains.to(squares)).expand_as(squares).gather(2, self.order)
             squares, at = squares * each, at * each[:, :, :-1]
-        below = squares.flip(2).cumsum(2).flip(2)[:, :, 1:]
-        return (at + self.below.square() * below).flatten(1)
+        below = self.below.square() * squares.flip(2).cumsum(2).flip(2)[:, :, 1:]
+        # Of a saturated softmax ∞ · 0; it is at most the other term.
+        return (at + below.nan_to_num(0, 0, 0)).flatten(1)
 
     def _class_last(self, gains: Tensor) -> Tensor:
         """One number an output of a sample, in the outputs' own layout, as (positions, classes)."""
@@ -170,19 +182,44 @@ class RankedSoftmax(Factor):
         every = first + self.order
         return torch.stack([every[:, :, :-1], every[:, :, 1:]], -1).flatten(1, 2)
 
-    def chosen(self, which: Tensor) -> Tensor:
-        positions, classes = self.p.shape[1:]
+    def _by_class(self) -> tuple[Tensor, Tensor]:
+        """p in the order of the classes, and their ranks."""
+        if self._placed is None:
+            p = torch.empty_like(self.p, dtype=self.dtype)
+            p.scatter_(2, self.order, self.p.to(self.dtype))
+            ranks = torch.arange(self.p.shape[2], device=p.device).expand_as(self.order)
+            self._placed = p, torch.empty_like(self.order).scatter_(2, self.order, ranks)
+        return self._placed
+
+    def joined(self, others: Sequence[Factor]) -> Self:
+        whole = super().joined(others)
+        whole._placed = None
+        return whole
+
+    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
+        p, rank = self._by_class()
+        p, rank = (p, rank) if rows is None else (p[rows], rank[rows])
+        rows = torch.arange(len(p), device=which.device) if rows is None else rows
+        positions, classes = p.shape[1:]
         where, column = which.clamp(min=0) // (classes - 1), which.clamp(min=0) % (classes - 1)
-        rows = torch.arange(len(self.p), device=which.device).expand_as(which)
-        below = torch.arange(classes, device=which.device) > column.unsqueeze(-1)
-        values = -self.p[rows, where] * self.below[rows, where, column].unsqueeze(-1) * below
-        values.scatter_(-1, column.unsqueeze(-1), self.at[rows, where, column].unsqueeze(-1))
-        values = torch.zeros_like(values).scatter_(-1, self.order[rows, where], values)
-        spread = values.new_zeros(*which.shape, positions, classes)
-        there = where[..., None, None].expand(*which.shape, 1, classes)
-        spread.scatter_(2, there, values.unsqueeze(2)).mul_((which >= 0)[..., None, None])
-        placed = spread.reshape(len(which), *self.shape).movedim(-1, self.dim + 1)
-        return placed.to(self.dtype).contiguous()
+        at, below = (each[rows, where, column] for each in (self.at, self.below))
+        # Of a saturated softmax: as in `SoftmaxFactor`.
+        below = below if self.dtype == torch.float64 else below.clamp(max=1e30)
+        there = which >= 0
+        entry = self.order[rows, where, column]
+        if positions == 1:
+            values = p[:, 0] * (-below * there).to(p).unsqueeze(-1)
+            values *= rank[:, 0] > column.unsqueeze(-1)
+        else:
+            values = p.new_zeros(*which.shape, positions, classes)
+            samples = torch.arange(len(p), device=which.device).expand_as(which)
+            lower = rank[samples, where] > column.unsqueeze(-1)
+            line = p[samples, where] * (-below * there).to(p).unsqueeze(-1) * lower
+            index = where[..., None, None].expand(*which.shape, 1, classes)
+            values = values.scatter_(2, index, line.unsqueeze(2)).flatten(2)
+        values.scatter_(2, (where * classes + entry).unsqueeze(-1), (at * there).to(p)[..., None])
+        placed = values.reshape(*which.shape, *self.shape[1:]).movedim(-1, self.dim + 1)
+        return placed.contiguous()
 
 
 @final
@@ -266,12 +303,13 @@ class DiagonalFactor(Factor):
         every = torch.arange(self.count, device=self.root.device)[:, None]
         return every.expand(len(self.root), -1, 2)
 
-    def chosen(self, which: Tensor) -> Tensor:
-        index, flat = which.clamp(min=0).T, self.root.flatten(1)
+    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
+        root = self.root if rows is None else self.root[rows]
+        index, flat = which.clamp(min=0).T, root.flatten(1)
         values = flat.gather(1, index).where(which.T >= 0, 0.0)
         spread = flat.new_zeros(len(which), *flat.shape)
         spread.scatter_(2, index.T.unsqueeze(-1), values.T.unsqueeze(-1))
-        return spread.reshape(len(which), *self.root.shape)
+        return spread.reshape(len(which), *root.shape)
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = noise.to(self.root) * self.root

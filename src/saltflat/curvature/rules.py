@@ -255,8 +255,22 @@ class Window:
         return view
 
 
+_RUN = 8  # channels that are worth to be laid side by side
+
+
 def _channels_last(x: Tensor) -> bool:
     return x.shape[1] > 1 and x.stride(1) == 1
+
+
+def _run_of_channels(x: Tensor) -> bool:
+    """Whether patches are had sooner with the channels of a position side by side: where they are,
+    and on a CPU also where they have to be put there, unless they are few."""
+    return _channels_last(x) or (x.is_cpu and x.shape[1] >= _RUN)
+
+
+def _laid_last(x: Tensor) -> Tensor:
+    """The same with channels last."""
+    return x if _channels_last(x) else x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _side_by_side(x: Tensor, rows: Rows) -> Tensor:
@@ -288,9 +302,9 @@ class ConvUse(Use):
         groups = self.window.groups
         left = [_side_by_side(_grouped(d, groups), rows) for d in deltas]
         if "weight" in self.names:
-            last, size = groups == 1 and _channels_last(self.input), self.shape[2:]
+            last, size = groups == 1 and _run_of_channels(self.input), self.shape[2:]
             if last:  # kernel elements first, which copies whole runs of channels
-                view = self.window.patches(self.input, size).movedim(1, -1)
+                view = self.window.patches(_laid_last(self.input), size).movedim(1, -1)
                 patches = view.reshape(len(view), 1, prod(size), -1).mT
             else:
                 patches = _patch_matrix(self.window, self.input, size)
