@@ -74,8 +74,8 @@ CHANGED = (
     "those are the ones that are run and shown. Which they are was up to when they had begun.",
     f"Small size: 33 MLPs on {_SMALL.samples} images of MNIST, {_SMALL.epochs} epochs in batches "
     f"of {_SMALL.batch}.",
-    "Every ratio of random labels is trained with every seed; the paper draws it for every "
-    "network. A label that is random is drawn from all classes alike.",
+    "Ratios of random labels are given, and the same for all seeds but for WRN-16-4; the paper "
+    "draws one for every network. A label that is random is drawn from all classes alike.",
     "The paper does not print the MLP's hidden sizes, which are 512 here, nor how inputs are "
     "scaled, which are in [-1, 1] here.",
     "WRN-16-4 is trained in bfloat16 on a GPU, all others in float32 without TF32.",
