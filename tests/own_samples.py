@@ -432,6 +432,22 @@ def other_weights(shard: Shard) -> Any:
     return sf.trace(partly(model), shard(dense()), distributed=True)
 
 
+def other_copies(shard: Shard) -> Any:
+    """Of a model that is sharded in two copies."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "parts"))
+    model: Any = dense()
+    with torch.no_grad():
+        model[0].weight.add_(dist.get_rank() // (world // 2))
+    fully_shard(model, mesh=mesh)
+    return sf.trace(model, shard(dense()), distributed=True)
+
+
+def probed(shard: Shard) -> Any:
+    curved = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return sf.trace(by_layer(curved), shard(dense()), certify="probe", distributed=True)
+
+
 def afterwards(shard: Shard) -> Any:
     return dict(sf.trace(by_layer(straight()), shard(straight()), distributed=True))
 
@@ -458,6 +474,8 @@ OTHERS: dict[str, Callable[[Shard], Any]] = {
         coupled,
         other_seed,
         other_weights,
+        other_copies,
+        probed,
         afterwards,
     )
 }
@@ -512,7 +530,9 @@ def work(rank: int, world: int, folder: str) -> None:
     shard, attempt = Shard(world, rank), Attempts(f"{folder}/{rank}.pt")
     for name in JOBS[world]:
         attempt(name, lambda name=name: SAME[name](shard))  # type: ignore[misc]
-    jobs: dict[str, Callable[[Shard], Any]] = OTHERS if world == 2 else {"of_a_part": of_a_part}
+    jobs: dict[str, Callable[[Shard], Any]] = (
+        OTHERS if world == 2 else {"of_a_part": of_a_part, "other_copies": other_copies}
+    )
     for name, job in jobs.items():
         attempt(name, lambda job=job: job(shard))  # type: ignore[misc]
     attempt("killed", lambda: (killed if world == 2 else killed_in_forward)(shard))

@@ -357,3 +357,25 @@ def test_vanishing_gradients_take_a_larger_step(monkeypatch: pytest.MonkeyPatch)
     assert asked[-1][1] == 1e-6
     with pytest.raises(sf.ModelError, match="not the derivative"):
         sf.trace(Deep(Through()), (x, y))
+
+
+def test_slopes_that_overflow_end_the_search_for_groups() -> None:
+    parameters = {"a": torch.ones(2), "b": torch.ones(2)}
+
+    def way(_: object, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        return dict(gradients), dict.fromkeys(gradients, float("nan"))
+
+    found = list(derivative._groups(parameters, parameters, way))
+    assert [set(direction) for direction, *_ in found] == [{"a", "b"}]
+
+
+@pytest.mark.parametrize("scale", [1e19, 1e-22])
+def test_networks_at_the_end_of_the_range_are_refused_in_words(scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 5))
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+        model[0].bias.mul_(scale)
+        model[2].weight.div_(scale)
+    with pytest.raises(sf.SaltflatError, match="wider dtype"):
+        sf.trace(model, (torch.randn(64, 10), torch.arange(64) % 5))

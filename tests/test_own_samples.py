@@ -120,6 +120,8 @@ REFUSALS = {
     "coupled": ("DataError", "depend on the other samples"),
     "other_seed": ("InvalidValue", "seed is 0 on rank 0 and 1 on rank 1"),
     "other_weights": ("ModelError", "'0.weight' is not the same on rank 0 and rank 1"),
+    "other_copies": ("ModelError", "'0.weight' is not the same on rank 0 and rank 1"),
+    "probed": ("ModelError", "Probes take second derivatives in whole parameters"),
 }
 
 
@@ -154,6 +156,13 @@ def test_ranks_go_on_after_errors(worlds: Worlds) -> None:
     alone = dict(sf.trace(straight(), Shard(2, None)(straight())))
     assert list(OTHERS)[-1] == "afterwards"
     assert all(not differences(alone, results["afterwards"]) for results in worlds(2))
+
+
+def test_copies_of_shards_that_differ_are_refused(worlds: Worlds) -> None:
+    for results in worlds(4):
+        kind, words = results["other_copies"]
+        assert kind == "ModelError"
+        assert "'0.weight' is not the same on rank 0 and rank 2" in words
 
 
 def test_a_mesh_of_some_ranks_is_refused(worlds: Worlds) -> None:

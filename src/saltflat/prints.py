@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat.session import dense_parts
@@ -73,12 +74,37 @@ def of_modules(model: nn.Module) -> dict[str, str]:
 
 
 def of_parameters(model: nn.Module) -> dict[str, str]:
-    """Type, shape and values of every parameter; of a sharded one, how it is sharded."""
-    return {
-        name: f"{p.dtype} {tuple(p.shape)} "
-        + (str(p.placements) if is_sharded(p) else f"{_sum(p):x}")
-        for name, p in model.named_parameters()
+    """Type, shape and values of every parameter.
+
+    Of a sharded one, how it is sharded; and the values where processes hold copies of a shard. All
+    that share such a model make the call.
+    """
+    parameters = dict(model.named_parameters())
+    prints = {
+        n: str(p.placements) if is_sharded(p) else f"{_sum(p):x}" for n, p in parameters.items()
     }
+    prints |= {n: f"{prints[n]} {value:x}" for n, value in _of_copies(parameters).items()}
+    return {n: f"{p.dtype} {tuple(p.shape)} {prints[n]}" for n, p in parameters.items()}
+
+
+def _of_copies(parameters: Mapping[str, Any]) -> dict[str, int]:
+    """The values of parameters that are sharded in several copies: the same for all processes that
+    hold the shards of one copy, and for all copies that are equal."""
+    kinds: dict[Any, list[str]] = {}
+    for name, p in parameters.items():
+        if is_sharded(p) and any(placement.is_replicate() for placement in p.placements):
+            kinds.setdefault((p.device_mesh, tuple(p.placements)), []).append(name)
+    found: dict[str, int] = {}
+    for (mesh, placements), names in kinds.items():
+        sums = [tuple(checksum(parameters[name].to_local()) for name in names)]
+        for dim, placement in enumerate(placements):
+            if placement.is_shard():
+                group = mesh.get_group(dim)
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, sums, group=group)
+                sums = [each for part in parts for each in part]
+        found |= dict(zip(names, map(hash, zip(*sums, strict=True)), strict=True))
+    return found
 
 
 def of_buffers(model: nn.Module) -> dict[str, int]:

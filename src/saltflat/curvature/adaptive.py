@@ -6,8 +6,10 @@ curvature in their outputs. But nothing bounds the ratio ‖Jᵀu‖²/|u|²: on
 another scale may hold all of a trace and next to nothing of the sizes. So
 
 1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and sends the
-   largest direction of each backwards. That is at least half of what its outputs have, is had
-   without error, and tells the sample's ratio in every block;
+   largest direction of each backwards. That is most of what a confident sample has, is had without
+   error, and tells the sample's ratio in every block: that of all its directions, where classes are
+   told from the same features. Places of a sequence, or targets, may each have features of their
+   own, of which one direction does not tell: with these, all pairs are sent;
 2. a pilot sends a few others, some of them for every entry of the outputs, which tells by how much
    every entry's ratio is larger than that;
 3. a direction's importance s is its size, each entry's square times what the entry gains, times the
@@ -94,6 +96,7 @@ _WIDEST = 16  # directions that a sample of a batch is sent with
 _BATCH = 150.0  # gradients of a sample that a batch less is worth
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
+_APART = "one direction tells of the others only with the classes of one place and cross-entropy"
 
 
 @dataclass
@@ -199,7 +202,7 @@ class Survey(PairPass):
             return Refutation(directions=count)
         sides = ranked(self.loss, chunk.outputs, chunk.batch)
         if sides is None:
-            self.unsuited = f"the directions of {self.loss.name} are not ranked"
+            self.unsuited = _APART
             return None
         sizes = sides.sizes()
         self._latest = sides, sizes.cpu(), chunk.outputs.detach()

@@ -128,7 +128,8 @@ def _groups(
     while gradients:
         direction, slopes = way(parameters, gradients)
         total = sum(map(abs, slopes.values()))
-        seen = {n for n, slope in slopes.items() if abs(slope) >= _HIDDEN * total}
+        # All of them where one overflows, which agrees with nothing.
+        seen = {n for n, s in slopes.items() if abs(s) >= _HIDDEN * total} or set(gradients)
         yield {n: direction[n] for n in seen}, sum(slopes[n] for n in seen), 1e-6 * largest
         largest = max(largest, total)
         gradients = {n: g for n, g in gradients.items() if n not in seen}

@@ -143,52 +143,39 @@ class SoftmaxFactor(Factor):
 class RankedSoftmax(Factor):
     """The factor of `SoftmaxFactor` with the classes from the likeliest down.
 
-    The first column then holds what is between the likeliest class and the others, at least half of
-    Tr B, and the columns of a confident sample end in next to nothing. Of 1,000 to 2,000 samples of
-    trained networks it takes as many columns to hold 99 % of the trace as eigenvectors do, to a
-    few per cent, and no decomposition.
+    The first column then holds what is between the likeliest class and the others, and the columns
+    of a confident sample end in next to nothing. Of 1,000 to 2,000 samples of trained networks it
+    takes as many columns to hold 99 % of the trace as eigenvectors do, to a few per cent, and no
+    decomposition. Outputs are (n, classes).
     """
 
     def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
-        logits, _ = loss.class_last(outputs, targets)
-        self.shape, self.dim, self.dtype = logits.shape, loss.dim(outputs, targets), outputs.dtype
-        n, classes = len(outputs), logits.shape[-1]
-        flat = logits.double().reshape(n, -1, classes)
-        self.p, self.order = flat.softmax(2).sort(2, descending=True)
-        rest = self.p.flip(2).cumsum(2).flip(2)[:, :, 1:]
-        root = loss.scale(outputs, targets).sqrt().reshape(n, -1, 1)
-        self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :, :-1], rest, root)
-        self.count = self.at[0].numel()
+        self.dtype, self.count = outputs.dtype, outputs.shape[1] - 1
+        self.p, self.order = outputs.double().softmax(1).sort(1, descending=True)
+        rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
+        root = loss.scale(outputs, targets).sqrt().reshape(-1, 1)
+        self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :-1], rest, root)
         self._placed: tuple[Tensor, Tensor] | None = None
 
     def sizes(self, gains: Tensor | None = None) -> Tensor:
         squares, at = self.p.square(), self.at.square()
         if gains is not None:
-            each = self._class_last(gains.to(squares)).expand_as(squares).gather(2, self.order)
-            squares, at = squares * each, at * each[:, :, :-1]
-        below = self.below.square() * squares.flip(2).cumsum(2).flip(2)[:, :, 1:]
+            each = gains.to(squares).expand_as(squares).gather(1, self.order)
+            squares, at = squares * each, at * each[:, :-1]
+        below = self.below.square() * squares.flip(1).cumsum(1).flip(1)[:, 1:]
         # Of a saturated softmax ∞ · 0; it is at most the other term.
-        return (at + below.nan_to_num(0, 0, 0)).flatten(1)
-
-    def _class_last(self, gains: Tensor) -> Tensor:
-        """One number an output of a sample, in the outputs' own layout, as (positions, classes)."""
-        own = [*self.shape[1:-1]]
-        own.insert(self.dim - 1, self.shape[-1])
-        return gains.reshape(own).movedim(self.dim - 1, -1).reshape(self.p.shape[1:])
+        return at + below.nan_to_num(0, 0, 0)
 
     def entries(self) -> Tensor:
-        positions, classes = self.p.shape[1:]
-        first = torch.arange(positions, device=self.order.device)[:, None] * classes
-        every = first + self.order
-        return torch.stack([every[:, :, :-1], every[:, :, 1:]], -1).flatten(1, 2)
+        return torch.stack([self.order[:, :-1], self.order[:, 1:]], -1)
 
     def _by_class(self) -> tuple[Tensor, Tensor]:
         """p in the order of the classes, and their ranks."""
         if self._placed is None:
             p = torch.empty_like(self.p, dtype=self.dtype)
-            p.scatter_(2, self.order, self.p.to(self.dtype))
-            ranks = torch.arange(self.p.shape[2], device=p.device).expand_as(self.order)
-            self._placed = p, torch.empty_like(self.order).scatter_(2, self.order, ranks)
+            p.scatter_(1, self.order, self.p.to(self.dtype))
+            ranks = torch.arange(self.p.shape[1], device=p.device).expand_as(self.order)
+            self._placed = p, torch.empty_like(self.order).scatter_(1, self.order, ranks)
         return self._placed
 
     def joined(self, others: Sequence[Factor]) -> Self:
@@ -200,26 +187,14 @@ class RankedSoftmax(Factor):
         p, rank = self._by_class()
         p, rank = (p, rank) if rows is None else (p[rows], rank[rows])
         rows = torch.arange(len(p), device=which.device) if rows is None else rows
-        positions, classes = p.shape[1:]
-        where, column = which.clamp(min=0) // (classes - 1), which.clamp(min=0) % (classes - 1)
-        at, below = (each[rows, where, column] for each in (self.at, self.below))
+        column, there = which.clamp(min=0), which >= 0
+        at, below = (each[rows, column] for each in (self.at, self.below))
         # Of a saturated softmax: as in `SoftmaxFactor`.
         below = below if self.dtype == torch.float64 else below.clamp(max=1e30)
-        there = which >= 0
-        entry = self.order[rows, where, column]
-        if positions == 1:
-            values = p[:, 0] * (-below * there).to(p).unsqueeze(-1)
-            values *= rank[:, 0] > column.unsqueeze(-1)
-        else:
-            values = p.new_zeros(*which.shape, positions, classes)
-            samples = torch.arange(len(p), device=which.device).expand_as(which)
-            lower = rank[samples, where] > column.unsqueeze(-1)
-            line = p[samples, where] * (-below * there).to(p).unsqueeze(-1) * lower
-            index = where[..., None, None].expand(*which.shape, 1, classes)
-            values = values.scatter_(2, index, line.unsqueeze(2)).flatten(2)
-        values.scatter_(2, (where * classes + entry).unsqueeze(-1), (at * there).to(p)[..., None])
-        placed = values.reshape(*which.shape, *self.shape[1:]).movedim(-1, self.dim + 1)
-        return placed.contiguous()
+        values = p * (-below * there).to(p).unsqueeze(-1)
+        values *= rank > column.unsqueeze(-1)
+        entry = self.order[rows, column].unsqueeze(-1)
+        return values.scatter_(2, entry, (at * there).to(p)[..., None])
 
 
 @final
@@ -294,22 +269,6 @@ class DiagonalFactor(Factor):
         ].T
         sign = self.sign[:, start:stop].T if self.negative else None
         return values.reshape(count, *self.root.shape), sign
-
-    def sizes(self, gains: Tensor | None = None) -> Tensor:
-        squares = self.root.double().square().flatten(1)[:, : self.count]
-        return squares if gains is None else squares * gains.to(squares)[: self.count]
-
-    def entries(self) -> Tensor:
-        every = torch.arange(self.count, device=self.root.device)[:, None]
-        return every.expand(len(self.root), -1, 2)
-
-    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
-        root = self.root if rows is None else self.root[rows]
-        index, flat = which.clamp(min=0).T, root.flatten(1)
-        values = flat.gather(1, index).where(which.T >= 0, 0.0)
-        spread = flat.new_zeros(len(which), *flat.shape)
-        spread.scatter_(2, index.T.unsqueeze(-1), values.T.unsqueeze(-1))
-        return spread.reshape(len(which), *root.shape)
 
     def sketch(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = noise.to(self.root) * self.root
@@ -404,17 +363,11 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool, top: in
     return DenseFactor(hessian, outputs)
 
 
-def ranked(loss: Loss, outputs: Tensor, batch: Batch) -> Factor | None:
-    """A factor to choose directions from by their size; None for a loss that has none, or that
-    curves down somewhere."""
-    outputs = outputs.detach()
-    if isinstance(loss, CrossEntropy):
-        return RankedSoftmax(loss, outputs, batch.targets)
-    if isinstance(loss, ElementwiseLoss):
-        count = direction_count(loss, outputs, batch.targets)
-        diagonal = DiagonalFactor(loss.curvature(outputs, batch.targets), outputs, count)
-        return None if diagonal.negative else diagonal
-    return None
+def ranked(loss: Loss, outputs: Tensor, batch: Batch) -> RankedSoftmax | None:
+    """A factor to choose directions from by their size, for the classes of one place a sample."""
+    if not isinstance(loss, CrossEntropy) or outputs.ndim != 2:
+        return None
+    return RankedSoftmax(loss, outputs.detach(), batch.targets)
 
 
 def output_product(

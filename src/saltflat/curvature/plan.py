@@ -37,6 +37,7 @@ from saltflat.losses import Loss, NegativeLogLikelihood
 from saltflat.memory import fails_again, halving, ordinary, out_of_memory
 from saltflat.risk import Batch, Risk, alike, join, leaves_of, mapped
 from saltflat.session import full_precision, reduced_precision
+from saltflat.sharded import ADVICE, refuse_sharded
 from saltflat.vectors import bounds
 
 Certify = Literal["proof", "probe", "none"]
@@ -314,7 +315,9 @@ def _examine_graph(
         fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
         rules, dims, dormant = fast.rules, fast.dims, fast.dormant
         slopes = fast.cotangent, _without_padded(fast.gradients, uses), fast.largest
-        if certify == "probe":
+        if certify == "probe" and proof.curved:
+            what = "Probes take second derivatives in whole parameters"
+            refuse_sharded(risk.parameters.values(), what, ADVICE)
             probed = _seemingly_linear(risk, outputs, proof.curved)
     plan = Plan(
         coupled=is_coupled,
