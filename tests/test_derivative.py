@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import networks as net
@@ -365,7 +366,7 @@ def test_slopes_that_overflow_end_the_search_for_groups() -> None:
     def way(_: object, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
         return dict(gradients), dict.fromkeys(gradients, float("nan"))
 
-    found = list(derivative._groups(parameters, parameters, way))
+    found = list(islice(derivative._groups(parameters, parameters, way), 5))
     assert [set(direction) for direction, *_ in found] == [{"a", "b"}]
 
 

@@ -297,12 +297,10 @@ class Curvature:
         each = self._looked / plan.samples
         most = plan.chunk(self.settings.budget(self.risk.device), 16)
         few, many = (first.size if plan.coupled else min(n, most) for n in (_TIMED, _MANY_TIMED))
-        if self.risk.device.type == "cuda":
-            few = many  # which take it no longer
+        few, repeats = (many, 1) if self.risk.device.type == "cuda" else (few, 2)
         if gradients * samples * each > LONG:
-            repeats = 1 if few == many else 2
-            some = range(repeats)
-            each = min(halving(lambda size: self._gradient(first, size), few) for _ in some)
+            times = (halving(lambda size: self._gradient(first, size), few) for _ in range(repeats))
+            each = min(times)
         if gradients * samples * each > LONG and min(many, first.size) > few:
             # Of a small model a few samples take as long as many.
             each = min(each, halving(lambda size: self._gradient(first, size), many))
