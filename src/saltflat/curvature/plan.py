@@ -123,7 +123,8 @@ class Plan:
     log_probabilities: bool  # outputs end in a log-softmax over the classes
     channels_last: bool
     seen: Batch  # the samples that were looked at
-    sample_outputs: Tensor  # of these
+    sample_outputs: Tensor  # of these, in full precision
+    rounding: float  # what the precision of the passes does to these, of the largest
     places: tuple[int, ...]  # where in their batch they are
     width: int  # bytes of an output entry
     outputs: torch.Size  # a sample's
@@ -286,6 +287,11 @@ def leaf_shapes(batch: Batch) -> Hashable:
 
 def examine(risk: Risk, batch: Batch, certify: Certify, *, keep: bool = False) -> Plan:
     """Look at the model on all samples of a (small) batch."""
+    plan = _examine_in_full(risk, batch, certify, keep)
+    return replace(plan, rounding=_rounding(risk, batch, plan.sample_outputs))
+
+
+def _examine_in_full(risk: Risk, batch: Batch, certify: Certify, keep: bool) -> Plan:
     with full_precision(risk.device):
         plan, slopes = _examine_graph(risk, batch, certify, keep)
         # Unless it is kept the graph is gone: what follows has the memory that it took.
@@ -294,6 +300,15 @@ def examine(risk: Risk, batch: Batch, certify: Certify, *, keep: bool = False) -
             check_derivative(risk, batch, *slopes, together=together)
         bears = _bears_channels_last(risk, batch, plan.sample_outputs)
         return replace(plan, channels_last=bears)
+
+
+def _rounding(risk: Risk, batch: Batch, outputs: Tensor) -> float:
+    """How far TensorFloat-32, if it is on, takes the outputs from these, of the largest."""
+    if not reduced_precision(risk.device):
+        return 0.0
+    with torch.no_grad():
+        difference, whole = _largest([risk.forward(batch, Safe()) - outputs, outputs])
+    return difference / max(whole, 1e-30)
 
 
 def _examine_graph(
@@ -569,14 +584,14 @@ def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
         )
 
 
-def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
+def _gives(risk: Risk, batch: Batch, expected: Tensor, rounding: float = 0.0) -> bool:
     """Whether the model gives these outputs for a part of the batch, maybe laid out anew.
 
     It may refuse: one that makes views of contiguous images, or that needs many samples.
     """
     try:
         # In the mode in which what was expected was computed.
-        return close(risk.forward(batch, Safe()), expected)
+        return close(risk.forward(batch, Safe()), expected, rounding)
     except Exception as error:
         if out_of_memory(error) or not _refuses(risk, batch):
             raise
@@ -601,7 +616,8 @@ class Company:
         self.risk = risk
         self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
 
-    def is_indifferent(self, chunk: Batch, outputs: Tensor) -> bool:
+    def is_indifferent(self, chunk: Batch, outputs: Tensor, rounding: float = 0.0) -> bool:
+        """`rounding` is that of the plan for the chunk."""
         key, outputs = leaf_shapes(chunk), outputs.detach()
         if key not in self._known:
             self._known[key] = chunk.part(0, 2), outputs[:2].clone()
@@ -619,7 +635,7 @@ class Company:
         together = join([guest, *ends])
         try:
             with torch.no_grad():
-                same = _gives(self.risk, together, torch.cat([guest_rows, *rows]))
+                same = _gives(self.risk, together, torch.cat([guest_rows, *rows]), rounding)
                 if same or not reduced_precision(self.risk.device):
                     return same
                 with full_precision(self.risk.device):
@@ -632,10 +648,17 @@ class Company:
             return True  # there is no room for company
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+# How many times the rounding that was seen on some samples others may have, and what is too much
+# for either to be told from anything.
+_ROUNDED, _DROWNED = 3.0, 0.03
+
+
+def close(a: Tensor, b: Tensor, rounding: float = 0.0) -> bool:
+    """Whether these are the same outputs, but for the rounding of passes in few digits."""
     if a.shape != b.shape:
         return False
     tolerance = 1e-10 if a.dtype == torch.float64 else 1e-3
+    tolerance = max(tolerance, min(_ROUNDED * rounding, _DROWNED))
     difference, whole = _largest([a - b, b])
     return difference <= tolerance * max(whole, 1e-30)
 
@@ -648,6 +671,7 @@ def _sizes(batch: Batch, outputs: Tensor, uses: Sequence[Use]) -> dict[str, Any]
         "seen": batch,
         "places": tuple(range(n)),
         "sample_outputs": outputs.detach(),
+        "rounding": 0.0,
         "width": outputs.element_size(),
         "outputs": outputs.shape[1:],
         "activations": sum(use.shape.numel() for use in uses) // n,

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from saltflat.curvature import fused
 from saltflat.curvature.contractions import (
     Bias,
     Deltas,
@@ -41,7 +42,6 @@ from saltflat.curvature.contractions import (
     RankOne,
     Term,
 )
-from saltflat.curvature.fused import sums_over_positions
 from saltflat.geometry import Matrix, windows
 
 
@@ -281,6 +281,10 @@ def _side_by_side(x: Tensor, rows: Rows) -> Tensor:
 
 def _patch_matrix(window: Window, x: Tensor, size: Sequence[int]) -> Tensor:
     """Patches as (n, g, c/g · kernel, positions), kernel elements last."""
+    if len(size) == 2 and prod(window.kernel) > 1:
+        geometry = window.kernel, window.stride, window.before, window.dilation, size
+        if (seen := fused.patches(x, *geometry)) is not None:
+            return seen.reshape(len(x), window.groups, -1, prod(size))
     view, dims = window.patches(x, size), len(size)
     places = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
     return view.permute(0, 1, *places[1], *places[0]).reshape(len(x), window.groups, -1, prod(size))
@@ -451,7 +455,7 @@ class SpreadUse(Use, ABC):
         channels = (1, delta.shape[1], *[1] * (delta.ndim - 2))
         if any(align != channels for align in self.align.values()):
             return None
-        both = sums_over_positions(delta, self.multiplier())
+        both = fused.sums_over_positions(delta, self.multiplier())
         return None if both is None else {"weight": both[0], "bias": both[1]}
 
     def keep_all(self, deltas: Tensor, rows: Rows) -> list[dict[str, Tensor]]:

@@ -499,7 +499,10 @@ class Pass(ABC):
         return Passed(outputs, recorder.uses, proof)
 
     def _as_probed(self, plan: Plan, chunk: Batch, outputs: Tensor) -> bool:
-        """Whether the samples that were looked at have the outputs that they had alone."""
+        """Whether the samples that were looked at have the outputs that they had alone.
+
+        Where TensorFloat-32 leaves that open, a pass in full precision tells.
+        """
         if _as_probed(plan, outputs) or not reduced_precision(self.risk.device):
             return _as_probed(plan, outputs)
         with full_precision(self.risk.device), torch.no_grad():
@@ -517,7 +520,7 @@ class Pass(ABC):
         mistaken = taken_for_cross_entropy(self.loss, self.risk) and not proof.log_probabilities
         if plan.coupled or mistaken or not self.copes(known):
             return Refutation(known)
-        if not self._company.is_indifferent(chunk, outputs):
+        if not self._company.is_indifferent(chunk, outputs, plan.rounding):
             return Refutation(replace(plan, coupled=True))
         if self._additivity is not None and not self._additivity.holds(outputs, chunk):
             return Refutation(joint=True)
@@ -749,7 +752,7 @@ def _as_probed(plan: Plan, outputs: Tensor) -> bool:
     known = plan.sample_outputs[: len(here)]
     if known.shape[1:] != outputs.shape[1:]:
         return True
-    return close(outputs.detach()[here], known)
+    return close(outputs.detach()[here], known, plan.rounding)
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
