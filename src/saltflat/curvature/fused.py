@@ -54,10 +54,11 @@ def _patched(kernels: Kernels, x: Tensor, *geometry: Sequence[int]) -> Tensor:
     n, channels, height, width = x.shape
     seen = x.new_empty(n, channels, prod(kernel), prod(size))
     block = min(_BLOCK, 1 << (prod(size) - 1).bit_length())
-    grid = n * channels, -(-prod(size) // block)
-    numbers = height, width, prod(size), size[1], prod(kernel), kernel[1]
+    rows = _BLOCK // block
+    grid = -(-n * channels // rows), -(-prod(size) // block)
+    numbers = n * channels, height, width, prod(size), size[1], prod(kernel), kernel[1]
     with torch.cuda.device(x.device):
-        kernels.windows[grid](x, seen, *numbers, *stride, *before, *dilation, block)
+        kernels.windows[grid](x, seen, *numbers, *stride, *before, *dilation, rows, block)
     return seen
 
 
@@ -166,13 +167,16 @@ def _columns(d, x, weighted, plain, T, C, B: tl.constexpr, W: tl.constexpr):
     tl.store(plain + n * C + c, tl.sum(b, 0), mask=c < C)
 
 
-def _windows(x, seen, H, W, T, OW, E, KW, SH, SW, PH, PW, DH, DW, B: tl.constexpr):
-    """Of one channel (H, W), what each of E kernel elements sees at B of T positions."""
-    plane = tl.program_id(0).to(tl.int64)
-    t = tl.program_id(1) * B + tl.arange(0, B)
+def _windows(
+    x, seen, count, H, W, T, OW, E, KW, SH, SW, PH, PW, DH, DW, R: tl.constexpr, B: tl.constexpr
+):
+    """Of R channels (H, W), what each of E kernel elements sees at B of T positions."""
+    plane = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
+    t = (tl.program_id(1) * B + tl.arange(0, B))[None, :]
     row, column = t // OW * SH - PH, t % OW * SW - PW
+    within = (plane < count) & (t < T)
     for e in range(E):
         r, c = row + e // KW * DH, column + e % KW * DW
-        inside = (r >= 0) & (r < H) & (c >= 0) & (c < W) & (t < T)
-        value = tl.load(x + plane * H * W + r * W + c, mask=inside, other=0.0)
-        tl.store(seen + (plane * E + e) * T + t, value, mask=t < T)
+        inside = within & (r >= 0) & (r < H) & (c >= 0) & (c < W)
+        value = tl.load(x + plane * (H * W) + (r * W + c), mask=inside, other=0.0)
+        tl.store(seen + (plane * E + e) * T + t, value, mask=within)
