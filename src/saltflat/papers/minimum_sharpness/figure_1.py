@@ -156,6 +156,7 @@ def draw(runs: Sequence[Run]) -> Figure:
                 [row.ours for row in found],
                 [row.error or 0.0 for row in found],
                 fmt=f"o{line}",
+                markersize=4,
                 capsize=3,
                 color=colour,
                 label=f"{name}, {title}",
@@ -175,7 +176,14 @@ def draw(runs: Sequence[Run]) -> Figure:
     errors.set_ylabel("relative difference of saltflat, float64")
     for axes in (times, errors):
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=8)
+        axes.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1),
+            ncols=2,
+            frameon=False,
+            fontsize=8,
+            handlelength=4,  # so that dashes show
+        )
     return figure
 
 
