@@ -6,7 +6,7 @@ Nothing here knows how saltflat finds symmetries: a network, its inputs, and wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -34,6 +34,14 @@ class Sample:
 
     def operands(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if is_operand(leaf)]
+
+    def having(self, **options: Any) -> Sample:
+        """The same call with other keywords, where it has them."""
+        args, kwargs = tree_unflatten(self.leaves, self.shape)
+        leaves, shape = tree_flatten(
+            (args, kwargs | {k: options[k] for k in options.keys() & kwargs.keys()})
+        )
+        return replace(self, leaves=leaves, shape=shape)
 
     def __call__(self, operands: list[Tensor]) -> list[Tensor]:
         rest = iter(operands)
