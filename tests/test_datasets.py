@@ -291,6 +291,11 @@ def test_where_an_operating_system_puts_them(tmp_path: Path) -> None:
     origin = tiny()
     installed = Origin("tiny", origin.forms, origin.sources, write(tmp_path / "share"))
     assert is_tiny(loaded(installed, download=False))
+    absent = Origin("other", origin.forms, (), tmp_path / "nowhere", package="dataset-tiny")
+    with pytest.raises(
+        MissingData, match=r"nowhere: not there(.|\n)*apt-get install dataset-tiny$"
+    ):
+        loaded(absent, download=False)
 
 
 # ---------------------------------------------------------------------------- damage

@@ -91,7 +91,8 @@ FASHION_MNIST = Origin(
             )
         ),
     ),
-    installed=Path("/usr/share/datasets/fashion-mnist"),  # Debian's dataset-fashion-mnist
+    installed=Path("/usr/share/datasets/fashion-mnist"),
+    package="dataset-fashion-mnist",
 )
 
 CIFAR10 = Origin(

@@ -76,7 +76,8 @@ class Origin:
     name: str
     forms: tuple[Form, ...]
     sources: tuple[Source, ...]
-    installed: Path | None = None  # where packages of an operating system put it
+    installed: Path | None = None  # where Debian's package puts it, and the name of that
+    package: str = ""
 
     @property
     def cache(self) -> Path:
@@ -145,6 +146,7 @@ def obtain(origin: Origin, download: bool, progress: bool, tried: list[str]) -> 
         + "Where there is a network, run one of these, without unpacking what it brings:\n"
         + "".join(f"  {source.command}\n" for source in origin.sources)
         + f"and put that into {origin.cache}, or name its folder: {origin.name}(folder)."
+        + (f"\nOr: apt-get install {origin.package}" if origin.package else "")
     )
 
 
