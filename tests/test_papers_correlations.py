@@ -62,6 +62,20 @@ def test_a_constant_that_is_rounded_has_no_correlation(kind: str) -> None:
     assert found.row("x").note == "no interval, 12 networks"
 
 
+@pytest.mark.parametrize("factor", [1e-170, 1e170])
+def test_units_do_not_matter(factor: float) -> None:
+    """The squares of such numbers are 0, or infinite."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(2, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = correlation(factor * x, y, "Pearson")
+    plain = correlation(x, y, "Pearson")
+    assert [found.value, found.low, found.high] == pytest.approx(
+        [plain.value, plain.low, plain.high]
+    )
+
+
 def test_draws_in_which_a_column_is_constant_are_left_out() -> None:
     """One network of twelve differs: every draw without it would count as no correlation."""
     x, y = np.array([0.1] * 11 + [5.0]), np.random.default_rng(0).normal(size=12)

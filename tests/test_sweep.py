@@ -21,10 +21,11 @@ import sweeps
 import torch
 
 import saltflat as sf
+from saltflat import zoo
 from saltflat.reproduction import Reproduction
 from saltflat.sweep import Folder, Run, grid, sweep, train_together
 from saltflat.sweep import progress as shown
-from saltflat.sweep.jobs import code_of
+from saltflat.sweep.jobs import _used, code_of
 from saltflat.sweep.progress import Tally
 
 HERE = Path(__file__).parent
@@ -124,6 +125,35 @@ def test_a_helper_of_its_package_is_its_code_too(
             file.write("# more\n")
         assert (code_of(work) != before) == counts
     assert code_of(print) == ""
+
+
+def test_its_code_is_of_its_whole_package_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that another room of the package makes, and a helper beside a script."""
+    texts = {
+        "barn/__init__.py": "from barn.other import unused\n",
+        "barn/nets.py": "class Net: pass\n",
+        "barn/other.py": "def unused(): pass\n",
+        "barn/work.py": "import barn\nfrom barn.nets import Net\ndef work(s, d): return []\n",
+        "shed.py": "import near_shed\ndef work(s, d): return []\n",
+        "near_shed.py": "",
+    }
+    (tmp_path / "barn").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = {name: importlib.import_module(name).work for name in ("barn.work", "shed")}
+    for name, file, counts in [
+        ("barn.work", "barn/nets.py", True),
+        ("barn.work", "barn/other.py", False),
+        ("shed", "near_shed.py", True),
+    ]:
+        before = code_of(ours[name])
+        with (tmp_path / file).open("a") as opened:
+            opened.write("# more\n")
+        assert (code_of(ours[name]) != before) == counts
+    assert Path(zoo.__file__) in _used("saltflat.papers.minimum_sharpness.label_noise", {}).values()
 
 
 def test_each_run_tells_of_its_own_circumstances() -> None:

@@ -77,8 +77,10 @@ Columns = NDArray[np.float64]  # (draws, networks)
 def _pearson(x: Columns, y: Columns) -> NDArray[np.float64]:
     """NaN where a column is constant; its mean is rounded, so that nothing else would tell."""
     constant = (np.ptp(x, axis=1) == 0) | (np.ptp(y, axis=1) == 0)
-    x, y = (each - each.mean(1, keepdims=True) for each in (x, y))
-    with np.errstate(invalid="ignore"):
+    # In units of their range: squares of very large or small numbers are not finite or 0.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x, y = (each / np.ptp(each, axis=1, keepdims=True) for each in (x, y))
+        x, y = (each - each.mean(1, keepdims=True) for each in (x, y))
         result = (x * y).sum(1) / np.sqrt((x**2).sum(1) * (y**2).sum(1))
     return np.where(constant, np.nan, result)
 

@@ -101,10 +101,11 @@ def done(
 
 
 def code_of(work: Work) -> str:
-    """A hash of the file that work was written in, and of those of its package that it uses.
+    """A hash of the file that work was written in, and of its own modules that it uses.
 
-    Its package are the first two names of its module, as in `saltflat.papers`. Used are modules
-    that a file names, or of which it names a function or class; and what these use.
+    Its own are those of its package, and those in its folder. Used are modules that a file names,
+    or of which it names a function or class; and what these use. Where a file has only the name of
+    the whole package, as in `import saltflat`, what it takes of that is not followed.
     """
     owner = work.func if isinstance(work, partial) else work
     digest = hashlib.sha256()
@@ -114,18 +115,25 @@ def code_of(work: Work) -> str:
 
 
 def _used(name: str, found: dict[str, Path]) -> dict[str, Path]:
-    """Modules of one package and their files: this one, and those that it leads to."""
-    module = sys.modules.get(name)
-    file = Path(getattr(module, "__file__", None) or "")
-    if name in found or not file.is_file():
+    """Modules and their files: this one, and those of its own that it leads to."""
+    module, file = sys.modules.get(name), _file(name)
+    if name in found or file is None:
         return found
     found[name] = file
-    package = ".".join(name.split(".")[:2])
+    package = name.partition(".")[0]
     for value in list(vars(module).values()):
         other = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
-        if f"{other}.".startswith(f"{package}."):
+        if value is sys.modules.get(package):
+            continue
+        beside = _file(other)
+        if other.partition(".")[0] == package or (beside and beside.parent == file.parent):
             _used(other, found)
     return found
+
+
+def _file(name: str) -> Path | None:
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    return file if file.is_file() else None
 
 
 def _module_of(value: object) -> str:
