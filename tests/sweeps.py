@@ -37,6 +37,11 @@ def square(settings: Sequence[Settings], device: torch.device) -> list[dict[str,
     ]
 
 
+def meddling(settings: Sequence[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """Changes what it was given."""
+    return [{"y": each.pop("x"), "was": each.update(seed=0)} for each in settings]
+
+
 def quick(settings: Sequence[Settings], device: torch.device) -> list[dict[str, Any]]:
     time.sleep(0.002)
     return [{"y": each["x"] ** 2} for each in settings]

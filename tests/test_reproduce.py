@@ -113,6 +113,22 @@ def test_runs_that_are_timed_are_alone(place: Path, monkeypatch: pytest.MonkeyPa
     assert told == [1, torch.get_num_threads()]
 
 
+def test_on_a_cpu_a_kill_loses_one_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of networks gain little there. On a GPU they come together."""
+    told: list[int] = []
+    monkeypatch.setattr(
+        sys.modules["saltflat.papers.experiment"],
+        "sweep",
+        lambda *_, most, **__: told.append(most) or [],  # type: ignore[func-returns-value]
+    )
+    several = dataclasses.replace(
+        sweeps.SQUARES, most=8, rows=lambda _: (), draw=lambda _: Figure()
+    )
+    for device in ("cpu", "cuda", torch.device("cuda", 0)):
+        reproduce(several, device=device, progress=False)
+    assert told == [1, 8, 8]
+
+
 def test_the_experiments_that_compare_times_are_alone() -> None:
     times = {"minimum-sharpness/figure-1", "minimum-sharpness/figure-3"}
     times |= {"relative-flatness/figure-4", "relative-flatness/figure-5"}

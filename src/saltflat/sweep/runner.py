@@ -39,8 +39,8 @@ def sweep(
     """Runs of all settings, in their order; those that the folder holds are not run again.
 
     Runs are found by their settings. Where the file that `work` is written in has changed since a
-    run was made, or one of its package that it uses, a warning tells so, and the run is taken as it
-    is.
+    run was made, or one of its package or folder that it uses, or a number that it was given, as by
+    `partial`, a warning tells so, and the run is taken as it is.
 
     Settings for which `together` says the same are given to `work` in one call, `most` at a time.
     A run is kept as soon as it is done: a sweep that was killed goes on where it stopped. A job

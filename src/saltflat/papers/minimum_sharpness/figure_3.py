@@ -27,7 +27,7 @@ from saltflat.sweep import Outcome, Run, Settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SEEDS = 5
+_SEEDS = 10
 _RADIUS = 1e-5  # as in the public code
 _ZERO = 1e-8  # likewise: what is added to denominators
 Draw = Callable[[Tensor, Generator], tuple[Tensor, Tensor]]

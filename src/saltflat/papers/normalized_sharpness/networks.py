@@ -219,7 +219,10 @@ def draw(runs: Sequence[Run], name: str, title: str) -> Figure:
                 marker=marker,
                 vmin=0,
                 vmax=1,
+                label="collapsed" if collapsed else None,
             )
+            if collapsed and these:
+                axes.legend(frameon=False)
         axes.set(title=_TITLES[network], xlabel=f"{title}, rescaled", ylabel="accuracy gap")
         axes.grid(alpha=0.3)
     figure.colorbar(points, ax=list(panels[: len(groups)]), label="ratio of random labels")

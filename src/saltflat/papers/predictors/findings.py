@@ -275,7 +275,7 @@ def _draw_scatter(figure: Any, pool: Pool) -> None:
         positive = pool.numbers[name][pool.numbers[name] > 0]
         if len(positive):
             ticks = np.geomspace(positive.min(), positive.max(), 4)
-            axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+            axes.set_xticks(ticks, [f"{float(f'{tick:.3g}'):g}" for tick in ticks])
             axes.set_xticks([], minor=True)
     for first in panels[:, 0]:
         first.set_ylabel("gap of accuracy (percentage points)")

@@ -24,7 +24,7 @@ from torch.func import hessian as functorch_hessian
 
 import saltflat as sf
 from saltflat import zoo
-from saltflat.papers.columns import column, largest
+from saltflat.papers.columns import column, label_decades, largest
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.timed import by_turns, median_row, quartiles
 from saltflat.sweep import Outcome, Run, Settings
@@ -168,6 +168,7 @@ def draw_times(runs: Sequence[Run], methods: Mapping[str, str], title: str) -> F
     sizes = [run["size"] for run in ordered]
     axes.set_xticks([size**2 for size in sizes], [f"{size}×{size}" for size in sizes])
     axes.minorticks_off()
+    label_decades(axes.yaxis)
     axes.set_xlabel("weights of the layer")
     axes.set_ylabel("time in gradients (median, quartiles)")
     axes.set_title(f"{title} ({ordered[0].machine or 'unknown machine'})", fontsize=10)

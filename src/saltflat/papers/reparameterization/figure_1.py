@@ -18,15 +18,15 @@ from torch import Tensor, nn
 import saltflat as sf
 from saltflat.datasets import Data
 from saltflat.measures import Kappa, KappaTrace
-from saltflat.papers.columns import column
+from saltflat.papers.columns import column, label_decades
 from saltflat.papers.correlations import Kind, correlation
 from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.random_labels import images, started
 from saltflat.papers.reparameterization.minima import (
     alike,
-    changes,
     finite,
     generalisation,
+    largest_change,
     reached,
     train,
 )
@@ -168,8 +168,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         words = f"{_SYMBOLS['kappa_trace']}, collapsed networks too"
         table += [_with_gap(runs, "kappa_trace", words, kind, None) for kind in kinds]
     for name, symbol in _SYMBOLS.items():
-        largest = max(changes(runs, name, f"{name}_moved"), default=nan)
-        table.append(Row(f"largest relative change of {symbol}", largest))
+        change = largest_change(runs, name, f"{name}_moved")
+        table.append(Row(f"largest relative change of {symbol}", change))
     table.append(Row("collapsed networks", len(runs) - len(whole), note=f"of {len(runs)}"))
     return table + reached(runs)
 
@@ -182,7 +182,10 @@ def _with_gap(
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Figure 1 above, figure 2 below it, where every network is there twice."""
+    """Figure 1 above, figure 2 below it, where every network is there twice.
+
+    Those that have collapsed are at the left edge: their measures are 0.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7.5), layout="constrained")
@@ -196,6 +199,9 @@ def draw(runs: Sequence[Run]) -> Figure:
         below.set_xlabel(f"{_SYMBOLS[ours]} (o), {_SYMBOLS[bare]} (×)")
         above.set_title("as trained")
         below.set_title("reparameterised")
+        for panel, name in ((above, ours), (below, f"{ours}_moved")):
+            _collapsed(panel, runs, name)
+            label_decades(panel.xaxis)
     for row in axes:
         row[0].set_ylabel("test loss − training loss (nats)")
     axes[0][0].legend(title="batch size", fontsize="small")
@@ -205,17 +211,26 @@ def draw(runs: Sequence[Run]) -> Figure:
 def _scatter(axes: Axes, runs: Sequence[Run], name: str, marker: str) -> None:
     """A colour for each batch size, the brightest being the largest, as in the paper."""
     from matplotlib import colormaps
-    from matplotlib.ticker import NullFormatter
 
     batches = sorted({int(run["batch"]) for run in runs})
     for index, batch in enumerate(batches):
-        some = [run for run in runs if run["batch"] == batch]
+        some = [run for run in runs if run["batch"] == batch and not run["collapsed"]]
         colour = colormaps["viridis"](0.9 * index / max(1, len(batches) - 1))
         x, y = column(some, name), column(some, "gap")
         axes.scatter(x, y, s=18, marker=marker, color=colour, alpha=0.8, label=str(batch))
     axes.set_xscale("log")
-    axes.xaxis.set_minor_formatter(NullFormatter())  # they would run into each other
     axes.grid(alpha=0.3)
+
+
+def _collapsed(axes: Axes, runs: Sequence[Run], name: str) -> None:
+    """Left of all others, for a logarithmic axis has no place for 0."""
+    lost = [run for run in runs if run["collapsed"]]
+    if lost:
+        edge = min((value for value in column(runs, name) if value > 0), default=1.0) / 1.5
+        gaps = column(lost, "gap")
+        axes.scatter(
+            [edge] * len(lost), gaps, s=30, marker="D", c="none", ec="k", label="collapsed"
+        )
 
 
 FIGURE_1 = Experiment(

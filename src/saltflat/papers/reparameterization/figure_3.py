@@ -24,9 +24,9 @@ from saltflat.papers.experiment import Experiment, Row, Size
 from saltflat.papers.random_labels import images, started
 from saltflat.papers.reparameterization.minima import (
     alike,
-    changes,
     finite,
     generalisation,
+    largest_change,
     reached,
     train,
 )
@@ -148,8 +148,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     for name, symbol in _OF_NETWORK.items():
         table += [_with_gap(some, name, symbol, kind) for kind in kinds]
     for name, symbol in _OF_NETWORK.items():
-        largest = max(changes(runs, name, f"{name}_moved"), default=nan)
-        table.append(Row(f"largest relative change of {symbol}, neurons rescaled", largest))
+        change = largest_change(runs, name, f"{name}_moved")
+        table.append(Row(f"largest relative change of {symbol}, neurons rescaled", change))
     left = f"training loss above {_LEAST_TRAINED}, left out"
     table.append(Row(left, len(runs) - len(some), note=f"of {len(runs)} networks"))
     return table + reached(runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from math import isfinite
+from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from saltflat.datasets import Data
-from saltflat.papers.columns import column, mean_row
+from saltflat.papers.columns import column, largest, mean_row
 from saltflat.papers.experiment import Row
 from saltflat.papers.random_labels import Order, scores
 from saltflat.papers.reparameterization.product import with_products
@@ -54,10 +54,14 @@ def finite(outcome: dict[str, Any]) -> bool:
     return isfinite(outcome["train_loss"]) and isfinite(outcome["test_loss"])
 
 
-def changes(runs: Sequence[Run], before: str, after: str) -> list[float]:
-    """|after / before − 1| of every network for which there are both."""
+def largest_change(runs: Sequence[Run], before: str, after: str) -> float:
+    """Of |after / before − 1| over the networks that were measured before, but for 0 that stays 0.
+
+    NaN where one could not be measured after.
+    """
     pairs = [(float(run[before]), float(run[after])) for run in runs]
-    return [abs(b / a - 1) for a, b in pairs if isfinite(a) and isfinite(b) and a != 0]
+    found = [abs(b / a - 1) if a else inf for a, b in pairs if isfinite(a) and (a or b)]
+    return largest(found or [nan])
 
 
 def reached(runs: Sequence[Run]) -> list[Row]:
