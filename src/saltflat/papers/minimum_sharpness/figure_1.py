@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from math import nan
 from statistics import median
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from saltflat.papers.timed import Call, by_turns
 from saltflat.sweep import Outcome, Run, Settings
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Seconds for n = 10, 100 and 1000, on the authors' machine.
@@ -170,21 +171,20 @@ def draw(runs: Sequence[Run]) -> Figure:
                     alpha=0.7,
                     label=f"{name}, {title}",
                 )
-    times.set(xscale="log", yscale="log", xlabel="samples", ylabel="seconds for Tr H, float32")
+    times.set_ylabel("seconds for Tr H, float32")
     errors.axhline(np.finfo(float).eps, color="grey", lw=1, label="rounding of one float64")
-    errors.set(xscale="log", yscale="log", xlabel="samples", ylim=(1e-17, 1e-9))
-    errors.set_ylabel("relative difference of saltflat, float64")
+    errors.set(ylim=(1e-17, 1e-9), ylabel="relative difference of saltflat, float64")
     for axes in (times, errors):
-        axes.grid(alpha=0.3)
-        axes.legend(
-            loc="lower center",
-            bbox_to_anchor=(0.5, 1),
-            ncols=2,
-            frameon=False,
-            fontsize=8,
-            handlelength=4,  # so that dashes show
-        )
+        _dress(axes)
     return figure
+
+
+def _dress(axes: Axes) -> None:
+    """Logarithmic, with a grid and a legend above, in which dashes show."""
+    axes.set(xscale="log", yscale="log", xlabel="samples")
+    axes.grid(alpha=0.3)
+    where: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    axes.legend(**where, ncols=2, frameon=False, fontsize=8, handlelength=4)
 
 
 def _seconds(runs: Sequence[Run], way: str, n: int) -> list[float]:
