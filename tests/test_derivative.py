@@ -436,6 +436,49 @@ def test_float64_takes_the_smallest_step_too() -> None:
     assert sf.trace(model, (x, torch.arange(2))).exact
 
 
+class Square(torch.autograd.Function):
+    """x²; its gradient holds x fixed where that is detached."""
+
+    fixed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * (x.detach() if Square.fixed else x) * grads[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ask", [sf.trace, sf.max_eigenvalue, sf.measure])
+def test_second_derivatives_of_functions_of_the_users(
+    ask: Callable[..., Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Between(Square.apply).to(dtype)
+    ask(model, data(dtype))
+    monkeypatch.setattr(Square, "fixed", True)
+    with pytest.raises(sf.ModelError, match=r"second derivative of the model is not the slope"):
+        ask(model, data(dtype))
+    assert sf.trace(model, data(dtype), curvature="ggn").exact
+
+
+class Single(Square):
+    """It takes float32 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError(f"Got {x.dtype}.")
+        return Square.forward(ctx, x)
+
+
+def test_functions_that_take_no_float64_are_not_judged() -> None:
+    assert not sf.trace(Between(Single.apply), data()).exact
+
+
 def test_slopes_that_overflow_end_the_search_for_groups() -> None:
     parameters = {"a": torch.ones(2), "b": torch.ones(2)}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saltflat.curvature.adaptive import GROUPS, LEAST_DIRECTIONS, WHOLE, AdaptiveRank
 from saltflat.curvature.contractions import Weight
-from saltflat.curvature.derivative import check_bend, check_slope
+from saltflat.curvature.derivative import check_bend, check_second_derivative, check_slope
 from saltflat.curvature.estimators import (
     Estimator,
     Hutchinson,
@@ -197,6 +197,7 @@ class Curvature:
         self.warnings: list[str] = []
         self.foresee: Callable[[Batch, Plan], None] | None = None
         self._looked = 0.0  # seconds
+        self._judged = False  # whether second derivatives were compared with slopes
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
@@ -216,6 +217,9 @@ class Curvature:
         start = perf_counter()
         keep = keep and self.loss is risk.loss and not reduced_precision(risk.device)
         plan = plan_for(risk, several, certify, own=True, keep=keep)
+        if plan.own and self.matrix == "hessian" and not self._judged:
+            check_second_derivative(risk, plan.seen)
+            self._judged = True
         self._looked = perf_counter() - start
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
+from saltflat.curvature.loss_hessian import insist_on_derivatives
 from saltflat.curvature.proof import narrowest
 from saltflat.curvature.rules import Safe
 from saltflat.errors import LossError, ModelError, listed
@@ -117,6 +118,42 @@ def check_derivative(
         raise ModelError(
             f"{_NO_DERIVATIVE}: {_listed(blamed)}. {_LOOK}, or leave these parameters out with "
             "parameters=[…]."
+        )
+
+
+def check_second_derivative(risk: Risk, batch: Batch) -> None:
+    """Refuse a model whose second derivatives are not the slopes of its gradients.
+
+    Torch's own operations are trusted. A function of the user's has a backward pass that is the
+    derivative and need not have one itself: what is detached in it is held fixed. Asked in
+    float64, as a model that cannot be run so is not judged.
+    """
+    if risk.sharded:
+        return
+    try:
+        with torch.enable_grad():
+            question = _Question(risk, batch, torch.empty(0), _FINE).widened()
+            outputs = question.risk.forward(question.batch, Safe())
+            if narrowest(outputs) != torch.float64:
+                return
+            question = replace(question, cotangent=_noise(torch.ones_like(outputs), 5))
+            for moved in (False, True):
+                if moved:
+                    _move(question.risk)
+                if any(_FINE.same(*each) for each in question.bends()):
+                    return
+            said, bend, _ = next(question.bends())
+    except Exception as error:  # of a function that takes no float64, of whatever kind
+        if out_of_memory(error):
+            raise
+        return  # what has no second derivative is told where it is needed
+    if _steady(risk, batch):
+        raise ModelError(
+            "The second derivative of the model is not the slope of its gradient: along one "
+            f"direction of all parameters that is {bend:.4g} and autograd says {said:.4g}. Look "
+            "for detach(), ctx attributes and numpy in the backward of functions of your own: "
+            "what the gradient is made of must be saved with save_for_backward and differentiated "
+            "too. Gauss–Newton quantities do not need it: curvature='ggn'."
         )
 
 
@@ -579,6 +616,32 @@ class _Question:
             )
             for step in how.steps
         )
+
+    def bends(self) -> Iterator[tuple[float, float, float]]:
+        """⟨u, H v⟩ by autograd and by differences, and the rounding in these, for every step."""
+        parameters = {n: p for n, p in self.risk.parameters.items() if p.numel()}
+        outputs = self.risk.forward(self.batch, Safe())
+        insist_on_derivatives(outputs, parameters.values())
+        v, u = (
+            {n: _noise(p, k + s) for k, (n, p) in enumerate(parameters.items())} for s in (3, 7)
+        )
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        own, said = list(parameters.values()), 0.0
+        slopes = torch.autograd.grad(outputs, own, self.cotangent, create_graph=True, **options)
+        first = dict(zip(parameters, slopes, strict=True))
+        along = torch.stack([(g * u[n]).sum() for n, g in first.items()]).sum()
+        if along.requires_grad:
+            second = torch.autograd.grad(along, own, **options)
+            said = _dot(dict(zip(parameters, second, strict=True)), v)
+        size = sum(float((g.detach() * u[n]).abs().sum()) for n, g in first.items())
+        for step in self.how.steps:
+            ends = []
+            with _shifting(parameters, v) as shift:
+                for signed in (step, -step):
+                    shift(signed)
+                    ends.append(_dot(self.gradients(parameters)[0], u))
+            rounding = 64 * torch.finfo(torch.float64).eps * size
+            yield said, (ends[0] - ends[1]) / (2 * step), rounding / step
 
     def gradients(self, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, torch.dtype]:
         """What autograd says, the outputs, and the least precise type on the way to them."""

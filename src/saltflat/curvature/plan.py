@@ -29,7 +29,7 @@ from torch import Tensor
 
 from saltflat.curvature.derivative import check_derivative, check_unreached
 from saltflat.curvature.loss_hessian import lacks_derivative
-from saltflat.curvature.proof import InPlace, Proof, prove
+from saltflat.curvature.proof import InPlace, Proof, is_own, prove
 from saltflat.curvature.rules import EmbeddingUse, LinearUse, Recorder, Rows, Safe, Use
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
@@ -113,6 +113,7 @@ class Plan:
     dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
     matrices: Mapping[str, Matrix]  # the weight matrices among the parameters
     curved: Mapping[str, str]  # parameter -> the operation through which it may be curved
+    own: bool  # whether they may be curved through a function of the user's
     given: Mapping[str, str]  # parameter -> what was declared piecewise linear, and is relied on
     probed: frozenset[str]  # of the curved ones, those that seem linear on the probed samples
     reached: frozenset[str]  # the parameters that autograd reaches
@@ -340,6 +341,7 @@ def _examine_graph(
         dims=dims,
         matrices=weight_matrices(risk, rules, uses),
         curved=proof.curved,
+        own=any(map(is_own, proof.opaque)),
         given=proof.given,
         probed=probed,
         reached=proof.reached,
