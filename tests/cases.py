@@ -304,6 +304,14 @@ GRAPHS = [
         rules={"place.*": "per-sample", "embed.*": "embedding"},
     ),
     Case("one place", net.OnePlace, classes(6, 3), rules={"place.*": "per-sample"}),
+    Case(
+        "one sample with residuals",
+        net.Stream,
+        classes(6, 3),
+        n=1,
+        curved=("fc1.weight",),
+        rules={"embed.*": "embedding"},
+    ),
     Case("embedding padding", lambda: net.TokenSum(padding_idx=0), classes(6, 3)),
     Case(
         "embedding sparse",

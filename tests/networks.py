@@ -166,6 +166,18 @@ class OnePlace(Places):
         return self.fc2(self.fc1(x).relu()).sum(1)
 
 
+class Stream(Tokens):
+    """What was looked up goes on beside what is made of it, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.embed(ids)
+        return self.fc2(self.fc1(found + self.back(self.fc1(found).relu())).relu()).sum(1)
+
+
 class TokenSum(Tokens):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids).sum(1)

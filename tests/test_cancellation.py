@@ -7,7 +7,7 @@ autograd or as the sum over its positions, then squared. The truth is the same i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import pytest
@@ -333,3 +333,35 @@ def test_directions_that_go_together_as_on_a_gpu(
     weights = torch.rand(groups * 2, 3, dtype=torch.float64)
     weighed = gradients.square() * term.layout.factored(weights)
     torch.testing.assert_close(term.weighted_squares(weights), weighed.sum((0, 2, 3, 4)))
+
+
+@pytest.mark.parametrize("ask", [sf.trace, sf.diagonal])
+@pytest.mark.parametrize("size", [1e-19, 1e-21, 1e-24])
+def test_squares_that_underflow_are_told(
+    size: float, ask: Callable[..., Mapping[str, object]]
+) -> None:
+    """In float32 digits are lost, and then all of them; the last layer has its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(size)
+    x, y = torch.randn(8, 5), torch.arange(8) % 3
+    with pytest.warns(UserWarning, match=r"of 0\.weight, 0\.bias is 0 .*dtype=torch\.float64"):
+        ask(model, (x, y))
+    wide = sf.trace(model, (x, y), dtype=torch.float64)
+    assert wide["0.weight"] > 1e-3 * size**2
+    assert not wide.notes
+
+
+def test_what_is_zero_in_truth_is_not_told() -> None:
+    """A dead branch, and the only class there is."""
+    torch.manual_seed(0)
+    x = torch.rand(8, 5)
+    dead = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    with torch.no_grad():
+        dead[0].weight[:] = -1.0
+        dead[0].bias[:] = 0.0
+    found = sf.trace(dead, (x, torch.arange(8) % 3))
+    assert found["0.weight"] == 0
+    assert not found.notes
+    assert not sf.trace(nn.Linear(5, 1), (x, torch.zeros(8, dtype=torch.int64))).notes

@@ -14,7 +14,7 @@ from cases import CASES, Case, cast
 from torch import Tensor, nn
 
 import saltflat as sf
-from saltflat.curvature.fused import sums_over_positions
+from saltflat.curvature.fused import patches, sums_over_positions
 from saltflat.curvature.proof import prove
 from saltflat.sweep import train_together
 
@@ -185,3 +185,42 @@ def test_sums_over_positions_are_torchs(shape: tuple[int, ...], last: bool) -> N
     for got, exact in zip(sums, expected, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
     assert sums_over_positions(delta.double(), by.double()) is None
+
+
+GEOMETRIES = [
+    # kernel, stride, padding, dilation
+    ((3, 3), (1, 1), (1, 1), (1, 1)),
+    ((3, 2), (2, 1), (1, 0), (1, 2)),
+    ((1, 5), (1, 3), (0, 4), (1, 2)),
+    ((5, 1), (4, 1), (3, 0), (2, 1)),
+    ((2, 2), (3, 3), (0, 0), (3, 1)),
+    ((7, 7), (2, 2), (3, 3), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 17, 19), (1, 1, 11, 11), (2, 3, 64, 48), (130, 2, 13, 9)])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_patches_are_torchs(shape: tuple[int, ...], geometry: tuple[tuple[int, int], ...]) -> None:
+    pytest.importorskip("triton")
+    kernel, stride, padding, dilation = geometry
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).cuda()
+    unfold = nn.Unfold(kernel, dilation=dilation, padding=padding, stride=stride)
+    sides = zip(shape[2:], kernel, stride, padding, dilation, strict=True)
+    size = [(side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides]
+    seen = patches(x, kernel, stride, padding, dilation, size)
+    assert seen is not None
+    assert torch.equal(seen.flatten(1, 2), unfold(x))
+    # Fewer positions than there are, as where the input ends between two of them.
+    fewer = [max(1, count - 1) for count in size]
+    expected = unfold(x).unflatten(1, (shape[1], -1)).unflatten(3, size)
+    expected = expected[..., : fewer[0], : fewer[1]].flatten(3)
+    seen = patches(x, kernel, stride, padding, dilation, fewer)
+    assert seen is not None
+    assert torch.equal(seen, expected)
+
+
+def test_patches_of_other_layouts_are_left_to_torch() -> None:
+    x = torch.randn(2, 3, 8, 8, device="cuda")
+    geometry = (3, 3), (1, 1), (1, 1), (1, 1), (8, 8)
+    for other in (x.double(), x.mT, x.to(memory_format=torch.channels_last), x.cpu(), x[:0]):
+        assert patches(other, *geometry) is None

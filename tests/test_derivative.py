@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import saltflat as sf
+from saltflat import zoo
 from saltflat.curvature import derivative
 
 
@@ -360,14 +361,132 @@ def test_vanishing_gradients_take_a_larger_step(monkeypatch: pytest.MonkeyPatch)
         sf.trace(Deep(Through()), (x, y))
 
 
+class Multiplied(torch.autograd.Function):
+    """The identity, its gradients multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class Small(nn.Module):
+    """One parameter is far smaller than the others, and its gradients may be multiplied."""
+
+    def __init__(self, use: str, size: float, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.branch, self.fc = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.small = nn.Parameter(size * torch.randn(8))
+        self.use, self.factor = USES[use], factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrong = self.factor != 1.0
+        small = Multiplied.apply(self.small, self.factor) if wrong else self.small
+        result: Tensor = self.fc(self.use(self, self.body(x).relu(), small))
+        return result
+
+
+USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "bias": lambda model, h, small: (h + small).relu(),
+    "scale of a branch": lambda model, h, small: h + small * model.branch(h),
+    "with kinks of its own": lambda model, h, small: h + (small * (h[:, :1] - 0.3)).relu(),
+}
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7, 1e-9])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_of_a_parameter_that_is_small_beside_the_others(
+    dtype: torch.dtype, use: str, size: float
+) -> None:
+    """Its slope is as small, and no less wrong."""
+    sf.trace(Small(use, size, 1.0).to(dtype), data(dtype), curvature="ggn")  # nothing is wrong
+    for factor in (1.5, 3.0, 10.0, -1.0):
+        with pytest.raises(sf.ModelError, match=r"not the derivative.*along small"):
+            sf.trace(Small(use, size, factor).to(dtype), data(dtype), curvature="ggn")
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-9])
+def test_of_a_parameter_whose_gradient_is_small(size: float) -> None:
+    """A branch that hardly counts; in float32 that is the size of what rounding leaves."""
+    model = Small("scale of a branch", size, 1.0).double()
+    assert sf.trace(model, data(torch.float64)).exact
+    model.branch = Wrong(8, 8).double()
+    with pytest.raises(sf.ModelError, match=r"not the derivative.*along branch\.weight"):
+        sf.trace(model, data(torch.float64))
+
+
+class Wrong(nn.Linear):
+    """Its slopes in the weight are too large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Multiplied.apply(self.weight, 1.5), self.bias)
+
+
+def test_float64_takes_the_smallest_step_too() -> None:
+    """Of a million ReLUs some change sides at every larger one."""
+    torch.manual_seed(0)
+    model = zoo.wide_resnet16_4().double().eval()
+    x = torch.randn(2, 3, 32, 32).double()
+    assert sf.trace(model, (x, torch.arange(2))).exact
+
+
+class Square(torch.autograd.Function):
+    """x²; its gradient holds x fixed where that is detached."""
+
+    fixed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * (x.detach() if Square.fixed else x) * grads[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ask", [sf.trace, sf.max_eigenvalue, sf.measure])
+def test_second_derivatives_of_functions_of_the_users(
+    ask: Callable[..., Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Between(Square.apply).to(dtype)
+    ask(model, data(dtype))
+    monkeypatch.setattr(Square, "fixed", True)
+    with pytest.raises(sf.ModelError, match=r"second derivative of the model is not the slope"):
+        ask(model, data(dtype))
+    assert sf.trace(model, data(dtype), curvature="ggn").exact
+
+
+class Single(Square):
+    """It takes float32 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError(f"Got {x.dtype}.")
+        return Square.forward(ctx, x)
+
+
+def test_functions_that_take_no_float64_are_not_judged() -> None:
+    assert not sf.trace(Between(Single.apply), data()).exact
+
+
 def test_slopes_that_overflow_end_the_search_for_groups() -> None:
     parameters = {"a": torch.ones(2), "b": torch.ones(2)}
 
     def way(_: object, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
         return dict(gradients), dict.fromkeys(gradients, float("nan"))
 
-    found = list(islice(derivative._groups(parameters, parameters, way), 5))
-    assert [set(direction) for direction, *_ in found] == [{"a", "b"}]
+    found = list(islice(derivative._groups(parameters, parameters, way, True), 5))
+    assert [set(group.direction) for group in found] == [{"a", "b"}]
 
 
 @pytest.mark.parametrize("scale", [1e19, 1e-22])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saltflat.curvature.adaptive import GROUPS, LEAST_DIRECTIONS, WHOLE, AdaptiveRank
 from saltflat.curvature.contractions import Weight
-from saltflat.curvature.derivative import check_bend, check_slope
+from saltflat.curvature.derivative import check_bend, check_second_derivative, check_slope
 from saltflat.curvature.estimators import (
     Estimator,
     Hutchinson,
@@ -197,6 +197,7 @@ class Curvature:
         self.warnings: list[str] = []
         self.foresee: Callable[[Batch, Plan], None] | None = None
         self._looked = 0.0  # seconds
+        self._judged = False  # whether second derivatives were compared with slopes
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
             risk.loss if isinstance(risk.loss, Loss | JointLoss) else None
@@ -216,6 +217,9 @@ class Curvature:
         start = perf_counter()
         keep = keep and self.loss is risk.loss and not reduced_precision(risk.device)
         plan = plan_for(risk, several, certify, own=True, keep=keep)
+        if plan.own and self.matrix == "hessian" and not self._judged:
+            check_second_derivative(risk, plan.seen)
+            self._judged = True
         self._looked = perf_counter() - start
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
@@ -586,6 +590,7 @@ class _Search:
             findings.samples, {n: n not in plan.curved for n in names}, self.linearity
         )
         self._note_precision()
+        self._note_underflow()
         return findings
 
     def _wanted(self, name: str) -> frozenset[Kind]:
@@ -639,6 +644,32 @@ class _Search:
             notes.append(
                 f"the model casts to {str(self.plan.narrow).removeprefix('torch.')} on its way: "
                 "values have no more digits than that"
+            )
+
+    def _note_underflow(self) -> None:
+        """Tell of blocks whose squares are too small for their type: a mean entry of its least
+        normal numbers, or 0 though the outputs move with the parameter.
+
+        Of a user's loss all blocks may be 0, as of a single class: it may have no curvature.
+        """
+        found = self.findings.quantities
+        quantity = found.get("trace") or found.get("diagonal")
+        totals = {n: abs(float(v.sum())) for n, v in quantity.values.items()} if quantity else {}
+        likes, plan = self.risk.parameters, self.plan
+        still = plan.dormant | {n for n, rule in plan.rules.items() if rule == UNUSED}
+        flat = isinstance(self.whole.loss, CustomLoss | JointLoss) or plan.outputs.numel() == 1
+        if not any(totals.values()) and flat:
+            return
+        tiny = {n: 8 * torch.finfo(torch.float32).tiny * likes[n].numel() for n in totals}
+        lost = [
+            n
+            for n, v in totals.items()
+            if likes[n].dtype != torch.float64 and v < tiny[n] and (v > 0 or n not in still)
+        ]
+        if lost:
+            self.findings.say(
+                f"The curvature of {listed(lost)} is 0 or next to it in {likes[lost[0]].dtype}, "
+                "whose squares have few digits or none below 1e-37. dtype=torch.float64 tells."
             )
 
     def _pass(self, requests: Requests, must_be_linear: bool) -> ExactPass:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite, isnan
+from math import isfinite, isnan, sqrt
 from statistics import median_low
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
+from saltflat.curvature.loss_hessian import insist_on_derivatives
 from saltflat.curvature.proof import narrowest
 from saltflat.curvature.rules import Safe
 from saltflat.errors import LossError, ModelError, listed
@@ -38,6 +39,19 @@ class _Comparison:
 
     steps: tuple[float, ...]
     tolerance: float
+    wide: bool = True  # whether values have the digits of float64
+
+    def raised(self, share: float) -> _Comparison:
+        """For parameters that add so small a share to the slope.
+
+        With steps h rounding is about ε/(h share) of their slope, and about h of their ReLUs change
+        sides: both are small at h ~ sqrt(ε/share), which is no more than a few hundredths of them.
+        """
+        least = min(2 * sqrt(torch.finfo(torch.float64).eps / max(share, 1e-14)), _LARGEST)
+        if not self.wide or share >= 1 or least <= self.steps[0]:
+            return self
+        steps = tuple(min(least / self.steps[0] * step, _LARGEST) for step in self.steps)
+        return replace(self, steps=steps, tolerance=max(self.tolerance, 10 * least))
 
     def same(self, a: float, b: float, noise: float = 0.0) -> bool:
         return isfinite(b) and abs(a - b) <= self.tolerance * max(abs(a), abs(b)) + noise
@@ -46,9 +60,10 @@ class _Comparison:
 # In float64 quotients of smooth functions are right to about 1e-9; a ReLU that changes sides costs
 # its share of the slope, which at one of the steps is small. What is detached in part must not be.
 _FINE = _Comparison((1e-6, 1e-5, 1e-4, 1e-7, 1e-8), 1e-5)
-_QUICK = _Comparison((2e-5,), 1e-3)  # a ReLU changes sides in one check of ten
+_QUICK = _Comparison((2e-5,), 1e-3, wide=False)  # a ReLU changes sides in one check of ten
 _NEAR = _Comparison((1e-9,), 1e-5)  # of millions of ReLUs, few change sides
-_COARSE = _Comparison((0.1, 0.03, 0.01), 0.2)
+_COARSE = _Comparison((0.1, 0.03, 0.01), 0.2, wide=False)
+_LARGEST = 0.03  # step
 
 
 def check_derivative(
@@ -89,7 +104,7 @@ def check_derivative(
         return
     try:
         wide = question.widened()
-        if single and wide.agrees_nearby(gradients, together or batch.size):
+        if wide.agrees_nearby(gradients, together or batch.size):
             return
         _move(wide.risk)
         blamed = wide.disagreeing(gradients)
@@ -106,6 +121,42 @@ def check_derivative(
         )
 
 
+def check_second_derivative(risk: Risk, batch: Batch) -> None:
+    """Refuse a model whose second derivatives are not the slopes of its gradients.
+
+    Torch's own operations are trusted. A function of the user's has a backward pass that is the
+    derivative and need not have one itself: what is detached in it is held fixed. Asked in
+    float64, as a model that cannot be run so is not judged.
+    """
+    if risk.sharded:
+        return
+    try:
+        with torch.enable_grad():
+            question = _Question(risk, batch, torch.empty(0), _FINE).widened()
+            outputs = question.risk.forward(question.batch, Safe())
+            if narrowest(outputs) != torch.float64:
+                return
+            question = replace(question, cotangent=_noise(torch.ones_like(outputs), 5))
+            for moved in (False, True):
+                if moved:
+                    _move(question.risk)
+                if any(_FINE.same(*each) for each in question.bends()):
+                    return
+            said, bend, _ = next(question.bends())
+    except Exception as error:  # of a function that takes no float64, of whatever kind
+        if out_of_memory(error):
+            raise
+        return  # what has no second derivative is told where it is needed
+    if _steady(risk, batch):
+        raise ModelError(
+            "The second derivative of the model is not the slope of its gradient: along one "
+            f"direction of all parameters that is {bend:.4g} and autograd says {said:.4g}. Look "
+            "for detach(), ctx attributes and numpy in the backward of functions of your own: "
+            "what the gradient is made of must be saved with save_for_backward and differentiated "
+            "too. Gauss–Newton quantities do not need it: curvature='ggn'."
+        )
+
+
 _NO_DERIVATIVE = (
     "The backward pass of the model is not the derivative of its forward pass, so that autograd "
     "knows no Hessian of it"
@@ -117,25 +168,55 @@ _LOOK = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters that add about as much to the slope: where they go, and their slope there."""
+
+    direction: dict[str, Tensor]
+    slope: float
+    share: float  # of the largest slope of a group; 1 if what noise leaves needs no other step
+    noise: float  # in the slope
+
+
 def _groups(
-    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], way: _Way
-) -> Iterator[tuple[dict[str, Tensor], float, float]]:
+    parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], way: _Way, wide: bool
+) -> Iterator[_Group]:
     """Directions of parameters that add about as much to the slope, so that none goes unseen.
 
-    With the slope along each, and what is noise in it: next to nothing of the largest.
+    What is next to nothing of the largest is noise: what is left of gradients that cancel, which
+    are exact to float64 or not. But small parameters have small slopes and no more noise for that:
+    they go apart.
     """
-    largest = 0.0
+    largest, small = 0.0, frozenset[str]()
     while gradients:
         direction, slopes = way(parameters, gradients)
         total = sum(map(abs, slopes.values()))
         # All of them where one overflows, which agrees with nothing.
         seen = {n for n, s in slopes.items() if abs(s) >= _HIDDEN * total} or set(gradients)
-        yield {n: direction[n] for n in seen}, sum(slopes[n] for n in seen), 1e-6 * largest
+        if largest > 0:
+            small = small or _small(parameters)
+            seen = (seen & small) or seen
+        total = sum(abs(slopes[n]) for n in seen)
+        seeing = seen <= small or (wide and total > 0)
+        share = total / largest if seeing and largest > 0 else 1.0
+        noise = largest * (_LOST if seeing else _CANCELLED)
+        yield _Group({n: direction[n] for n in seen}, sum(slopes[n] for n in seen), share, noise)
         largest = max(largest, total)
         gradients = {n: g for n, g in gradients.items() if n not in seen}
 
 
 _HIDDEN = 0.003  # of the slope: what adds less is looked at apart
+_CANCELLED, _LOST = 1e-6, 1e-12  # of the largest slope: noise, of gradients in float32 and at all
+
+
+def _small(parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    """The parameters whose entries are far smaller than those of most."""
+    norms = torch.stack(torch._foreach_norm([p.detach() for p in parameters.values()])).tolist()
+    entries = (max(1, p.numel()) ** 0.5 for p in parameters.values())
+    sizes = {n: norm / root for n, norm, root in zip(parameters, norms, entries, strict=True)}
+    felt = [size for size in sizes.values() if size > 0]
+    most = 1e-3 * median_low(felt or [0.0])
+    return frozenset(name for name, size in sizes.items() if 0 < size < most)
 
 
 def _bind(parameters: Mapping[str, Tensor], data: Mapping[str, Tensor]) -> None:
@@ -480,12 +561,16 @@ class _Question:
         own = {name: p.data for name, p in self.risk.parameters.items() if name in gradients}
         rows = {name: _rows(data) for name, data in own.items()}
         parts = {name: _some(g).to(rows[name]) for name, g in gradients.items()}
+        fine = all(g.dtype == torch.float64 for g in gradients.values())
         moved = own if self.risk.sharded else rows
+
+        def agrees(group: _Group) -> bool:
+            how = self.how.raised(group.share)
+            slope = self.slope(moved, group.direction, how.steps[0])
+            return how.same(group.slope, slope, group.noise)
+
         try:
-            return all(
-                self.how.same(slope, self.slope(moved, way, self.how.steps[0]), noise)
-                for way, slope, noise in _groups(rows, parts, _direction)
-            )
+            return all(map(agrees, _groups(rows, parts, _direction, fine)))
         finally:
             _bind(self.risk.parameters, own)
 
@@ -515,19 +600,48 @@ class _Question:
         others = (_Comparison((step,), how.tolerance) for step in how.steps)
         return any(replace(self, how=other).agrees_here(gradients) for other in others)
 
-    def agrees(self, gradients: Mapping[str, Tensor], noise: float, rounding: float) -> bool:
-        """For some parameters together, at one of the steps."""
+    def agrees(self, gradients: Mapping[str, Tensor], largest: float, rounding: float) -> bool:
+        """For some parameters together, at one of the steps; other slopes are up to `largest`."""
         direction = _along(self.risk.parameters, gradients)
         said = _dot(gradients, direction)
+        seeing = self.how.wide and said != 0
+        how = self.how.raised(abs(said) / largest) if seeing and largest > 0 else self.how
+        noise = largest * (_LOST if seeing else _CANCELLED)
         # Of a step so small that rounding is all there is, what is left says nothing.
         return any(
-            self.how.same(
+            how.same(
                 said,
                 self.slope(self.risk.parameters, direction, step),
-                noise + rounding / max(step, self.how.steps[0]),
+                noise + rounding / max(step, how.steps[0]),
             )
-            for step in self.how.steps
+            for step in how.steps
         )
+
+    def bends(self) -> Iterator[tuple[float, float, float]]:
+        """⟨u, H v⟩ by autograd and by differences, and the rounding in these, for every step."""
+        parameters = {n: p for n, p in self.risk.parameters.items() if p.numel()}
+        outputs = self.risk.forward(self.batch, Safe())
+        insist_on_derivatives(outputs, parameters.values())
+        v, u = (
+            {n: _noise(p, k + s) for k, (n, p) in enumerate(parameters.items())} for s in (3, 7)
+        )
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        own, said = list(parameters.values()), 0.0
+        slopes = torch.autograd.grad(outputs, own, self.cotangent, create_graph=True, **options)
+        first = dict(zip(parameters, slopes, strict=True))
+        along = torch.stack([(g * u[n]).sum() for n, g in first.items()]).sum()
+        if along.requires_grad:
+            second = torch.autograd.grad(along, own, **options)
+            said = _dot(dict(zip(parameters, second, strict=True)), v)
+        size = sum(float((g.detach() * u[n]).abs().sum()) for n, g in first.items())
+        for step in self.how.steps:
+            ends = []
+            with _shifting(parameters, v) as shift:
+                for signed in (step, -step):
+                    shift(signed)
+                    ends.append(_dot(self.gradients(parameters)[0], u))
+            rounding = 64 * torch.finfo(torch.float64).eps * size
+            yield said, (ends[0] - ends[1]) / (2 * step), rounding / step
 
     def gradients(self, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, torch.dtype]:
         """What autograd says, the outputs, and the least precise type on the way to them."""
@@ -549,9 +663,11 @@ class _Question:
             return replace(self, how=_COARSE).disagreeing(names)
 
         def all_agree() -> bool:
+            groups = list(_groups(parameters, gradients, _gentle, self.how.wide))
+            largest = max(abs(group.slope) for group in groups)
             return all(
-                self.agrees({n: gradients[n] for n in way}, noise, rounding)
-                for way, _, noise in _groups(parameters, gradients, _gentle)
+                self.agrees({n: gradients[n] for n in group.direction}, largest, rounding)
+                for group in groups
             )
 
         if all_agree():
@@ -560,11 +676,17 @@ class _Question:
         gradients = {n: g for n, g in gradients.items() if n not in written}
         if not gradients or (written and all_agree()):
             return {}
-        blamed = {}
-        sizes = [abs(slope) for _, slope, _ in _groups(parameters, gradients, _gentle)]
-        noise = 1e-6 * max(sizes)
+        return self.blamed(gradients, rounding)
+
+    def blamed(
+        self, gradients: Mapping[str, Tensor], rounding: float
+    ) -> dict[str, tuple[float, float]]:
+        """Of parameters that do not agree, those that do not alone; if all do, a word for that."""
+        blamed, parameters = {}, self.risk.parameters
+        groups = _groups(parameters, gradients, _gentle, self.how.wide)
+        largest = max(abs(group.slope) for group in groups)
         for name, gradient in gradients.items():
-            if not self.agrees({name: gradient}, noise, rounding):
+            if not self.agrees({name: gradient}, largest, rounding):
                 direction = _along(parameters, {name: gradient})
                 slope = self.slope(parameters, direction, self.how.steps[0])
                 blamed[name] = slope, _dot({name: gradient}, direction)

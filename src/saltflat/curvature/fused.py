@@ -41,7 +41,8 @@ def patches(
     """What kernel elements see of (n, c, h, w), padded with zeros, at `size` positions, as
     (n, c, elements, positions); None without a kernel."""
     plain = x.is_cuda and x.dtype == torch.float32 and x.ndim == 4 and x.is_contiguous()
-    if not plain or not x.numel() or max(x[0].numel(), prod(size)) >= 1 << 30:
+    # Blocks of positions are the grid's second dimension, of which CUDA takes 65,535.
+    if not plain or not x.numel() or x[0].numel() >= 1 << 30 or prod(size) >= 65_535 * _BLOCK:
         return None
     kernels = _kernels(x.device)
     if kernels is None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from saltflat.curvature.derivative import check_derivative, check_unreached
 from saltflat.curvature.loss_hessian import lacks_derivative
-from saltflat.curvature.proof import InPlace, Proof, prove
+from saltflat.curvature.proof import InPlace, Proof, is_own, prove
 from saltflat.curvature.rules import EmbeddingUse, LinearUse, Recorder, Rows, Safe, Use
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.geometry import Matrix
@@ -113,6 +113,7 @@ class Plan:
     dims: Mapping[str, int]  # parameter of a fast rule -> dimension of its samples
     matrices: Mapping[str, Matrix]  # the weight matrices among the parameters
     curved: Mapping[str, str]  # parameter -> the operation through which it may be curved
+    own: bool  # whether they may be curved through a function of the user's
     given: Mapping[str, str]  # parameter -> what was declared piecewise linear, and is relied on
     probed: frozenset[str]  # of the curved ones, those that seem linear on the probed samples
     reached: frozenset[str]  # the parameters that autograd reaches
@@ -340,6 +341,7 @@ def _examine_graph(
         dims=dims,
         matrices=weight_matrices(risk, rules, uses),
         curved=proof.curved,
+        own=any(map(is_own, proof.opaque)),
         given=proof.given,
         probed=probed,
         reached=proof.reached,
@@ -573,29 +575,39 @@ def _agreeing(
 
 
 def coupled(risk: Risk, batch: Batch, outputs: Tensor) -> bool:
-    """Whether the first sample alone, or the others without it, have other outputs."""
+    """Whether the first sample alone, or the others without it, have other outputs.
+
+    In full precision: `outputs`, which may not be, are computed again where they are not.
+    """
     if batch.size == 1:
         return False
     parts = batch.part(0, 1), batch.part(1, batch.size)
-    with torch.no_grad():
+    reduced = reduced_precision(risk.device)
+    with full_precision(risk.device), torch.no_grad():
+        outputs = risk.forward(batch, Safe()) if reduced else outputs
         return not all(
             _gives(risk, part, expected)
             for part, expected in zip(parts, (outputs[:1], outputs[1:]), strict=True)
         )
 
 
-def _gives(risk: Risk, batch: Batch, expected: Tensor, rounding: float = 0.0) -> bool:
-    """Whether the model gives these outputs for a part of the batch, maybe laid out anew.
+def _gives(risk: Risk, batch: Batch, expected: Tensor) -> bool:
+    """Whether the model gives these outputs for a part of the batch, maybe laid out anew."""
+    outputs = _outputs(risk, batch)
+    return outputs is not None and close(outputs, expected)
+
+
+def _outputs(risk: Risk, batch: Batch) -> Tensor | None:
+    """What the model gives for samples that were put together, or None.
 
     It may refuse: one that makes views of contiguous images, or that needs many samples.
     """
     try:
-        # In the mode in which what was expected was computed.
-        return close(risk.forward(batch, Safe()), expected, rounding)
+        return risk.forward(batch, Safe()).detach()
     except Exception as error:
         if out_of_memory(error) or not _refuses(risk, batch):
             raise
-        return False
+        return None
 
 
 def _refuses(risk: Risk, batch: Batch) -> bool:
@@ -604,48 +616,98 @@ def _refuses(risk: Risk, batch: Batch) -> bool:
         return fails_again(lambda: risk.forward(batch, Safe()))
 
 
+def as_probed(risk: Risk, plan: Plan, chunk: Batch, outputs: Tensor) -> bool:
+    """Whether the samples that were looked at have the outputs that they had without the rest of
+    their chunk, as their rows of its outputs tell.
+
+    TensorFloat-32 rounds to three digits, so that they tell no more than about `plan.rounding`.
+    What that leaves open is asked in full precision: of these samples among some others of the
+    chunk if it is not more than rounding, and of the whole chunk if it is.
+    """
+    if _kept(plan, outputs, 0.0) or not reduced_precision(risk.device):
+        return _kept(plan, outputs, 0.0)
+    few = chunk.size > _BESIDE and _kept(plan, outputs, plan.rounding)
+    with full_precision(risk.device), torch.no_grad():
+        if not few:
+            return _kept(plan, risk.forward(chunk, Safe()), 0.0)
+        # Between others: what goes on to later samples alone, or to earlier ones, reaches them too.
+        some, half, known = chunk.spread(_BESIDE), _BESIDE // 2, plan.sample_outputs
+        parts = some.part(0, half), plan.seen, some.part(half, _BESIDE)
+        beside = _outputs(risk, join(parts)) if alike(parts) else None
+        return beside is not None and close(beside[half : half + len(known)], known)
+
+
+_BESIDE = 56  # samples, with which a pass takes hardly longer than without
+
+
+def _kept(plan: Plan, outputs: Tensor, rounding: float) -> bool:
+    here = [k for k in plan.places if k < len(outputs)]
+    known = plan.sample_outputs[: len(here)]
+    if known.shape[1:] != outputs.shape[1:]:
+        return True
+    return close(outputs.detach()[here], known, rounding)
+
+
 @final
 class Company:
     """Asks of every chunk of a sweep whether its samples have the same outputs in other company.
 
-    The first samples of the data are put with the first and last ones of the chunk. (In one chunk
-    alone what samples do to each other shows in the graph.)
+    The first samples of the data are put between the first and last ones of the chunk. (In one
+    chunk alone what samples do to each other shows in the graph.)
     """
 
     def __init__(self, risk: Risk) -> None:
         self.risk = risk
-        self._known: dict[Hashable, tuple[Batch, Tensor]] = {}
+        # The first samples, and their outputs in full precision once they are needed.
+        self._known: dict[Hashable, tuple[Batch, Tensor | None]] = {}
 
     def is_indifferent(self, chunk: Batch, outputs: Tensor, rounding: float = 0.0) -> bool:
-        """`rounding` is that of the plan for the chunk."""
+        """`rounding` is that of the plan for the chunk.
+
+        Where outputs are rounded to TensorFloat-32, the first samples tell what that leaves open:
+        they are compared in full precision.
+        """
         key, outputs = leaf_shapes(chunk), outputs.detach()
+        reduced = reduced_precision(self.risk.device)
         if key not in self._known:
-            self._known[key] = chunk.part(0, 2), outputs[:2].clone()
             if self.risk.opens or leaf_shapes(self.risk.first()) != key:
+                self._known[key] = chunk.part(0, 2), None if reduced else outputs[:2].clone()
                 return True
             # The first samples of the data are those of another rank.
-            with torch.no_grad():
-                few = self.risk.first().part(0, 2)
-                self._known[key] = few, self.risk.forward(few, Safe())
-        ends = [chunk.part(0, 2)] + ([chunk.part(chunk.size - 2, chunk.size)] * (chunk.size > 3))
-        rows = [outputs[:2]] + [outputs[-2:]] * (chunk.size > 3)
-        guest, guest_rows = self._known[key]
-        if not alike([guest, *ends]) or guest_rows.shape[1:] != outputs.shape[1:]:
+            self._known[key] = self.risk.first().part(0, 2), None
+        guest, known = self._known[key]
+        ends = chunk.part(0, 2), chunk.part(max(0, chunk.size - 2), chunk.size)
+        if not alike([guest, *ends]):
             return True  # nothing to put together
-        together = join([guest, *ends])
         try:
-            with torch.no_grad():
-                same = _gives(self.risk, together, torch.cat([guest_rows, *rows]), rounding)
-                if same or not reduced_precision(self.risk.device):
-                    return same
-                with full_precision(self.risk.device):
-                    each = [self.risk.forward(part, Safe()) for part in (guest, *ends)]
-                    parts = torch.cat(each)
-                    return _gives(self.risk, together, parts)
+            with full_precision(self.risk.device), torch.no_grad():
+                known = self.risk.forward(guest, Safe()) if known is None else known
+                self._known[key] = guest, known
+                if known.shape[1:] != outputs.shape[1:]:
+                    return True
+                parts = ends[0], guest, ends[1]
+                return self._same(parts, known, outputs, rounding if reduced else None)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             return True  # there is no room for company
+
+    def _same(
+        self, parts: Sequence[Batch], known: Tensor, outputs: Tensor, rounding: float | None
+    ) -> bool:
+        """Whether the parts, the second of which is the guest, have these outputs together: the
+        guest what is `known`, the others those of their chunk, `rounding` of which may be off."""
+        together = _outputs(self.risk, join(parts))
+        if together is None:
+            return False
+        start, size = parts[0].size, parts[1].size
+        expected = torch.cat([outputs[:2], known, outputs[-2:]])
+        if rounding is None:
+            return close(together, expected)
+        if close(together, expected, rounding):
+            return close(together[start : start + size], known)
+        ends = [self.risk.forward(part, Safe()) for part in (parts[0], parts[2])]
+        return close(together, torch.cat([ends[0], known, ends[1]]))
 
 
 # How many times the rounding that was seen on some samples others may have, and what is too much

@@ -176,7 +176,8 @@ class Products:
             insist_on_derivatives(outputs, self.parameters.values())
             if taken_for_cross_entropy(self.loss, self.risk) and not log_softmax_head(outputs, 1):
                 raise _Refuted(Refutation(replace(self.plan, log_probabilities=False)).told)
-            if not self.plan.coupled and not self._company.is_indifferent(batch, outputs):
+            beside = batch, outputs, self.plan.rounding
+            if not self.plan.coupled and not self._company.is_indifferent(*beside):
                 raise _Refuted(Refutation(replace(self.plan, coupled=True)).told)
         return outputs
 

@@ -352,11 +352,16 @@ def _short(full: str) -> str:
     return match[1] if match is not None else _OWN.get(full, full)
 
 
+def is_own(name: str) -> bool:
+    """Whether an operation is a function of the user's, and not torch's."""
+    return name.endswith("Backward") or "::" in name
+
+
 def operation(name: str) -> str:
     """An operation of a proof, in words."""
     if name == _PART:
         return "writes in place whose operations are not known"
-    if name.endswith("Backward") or "::" in name:
+    if is_own(name):
         return (
             f"{name.removesuffix('Backward')}, which cannot be looked into; if it is piecewise "
             "linear, declare it with saltflat.piecewise_linear"

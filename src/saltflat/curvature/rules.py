@@ -564,8 +564,10 @@ class Recorder(Safe):
     def _spread_rows(self, bound: Arguments, output: Tensor) -> None:
         """Rows that were looked up once are added to those of all samples: as if for each of them.
 
-        So models do with places.
+        So models do with places. Of a single sample they are its own.
         """
+        if len(output) == 1:
+            return
         for one, other in (("input", "other"), ("other", "input")):
             _, use = self._looked_up.get(id(bound[one]), (None, None))
             if use is None or bound[one].grad_fn is not use.edge.node:

@@ -30,8 +30,8 @@ from saltflat.curvature.plan import (
     Refutation,
     Settings,
     all_recorded,
+    as_probed,
     channels_last,
-    close,
     coupled,
     examine,
     fast_rules,
@@ -41,14 +41,14 @@ from saltflat.curvature.plan import (
     taken_for_cross_entropy,
 )
 from saltflat.curvature.proof import Proof
-from saltflat.curvature.rules import Recorder, Rows, Safe, Use
+from saltflat.curvature.rules import Recorder, Rows, Use
 from saltflat.curvature.spread import Spread
 from saltflat.distributed import LOCAL, Reduction
 from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
 from saltflat.risk import Batch, Risk
-from saltflat.session import full_precision, reduced_precision
+from saltflat.session import full_precision
 from saltflat.sharded import whole_of
 from saltflat.work import FORWARD
 
@@ -493,20 +493,10 @@ class Pass(ABC):
         recorder = Recorder(self.risk.leaves)
         outputs = self.risk.forward(chunk, recorder)
         self.risk.check(outputs, chunk)
-        if begins and not self._as_probed(plan, chunk, outputs):
+        if begins and not as_probed(self.risk, plan, chunk, outputs):
             return None
         proof = proof_of(self.risk, chunk, outputs, self.loss)
         return Passed(outputs, recorder.uses, proof)
-
-    def _as_probed(self, plan: Plan, chunk: Batch, outputs: Tensor) -> bool:
-        """Whether the samples that were looked at have the outputs that they had alone.
-
-        Where TensorFloat-32 leaves that open, a pass in full precision tells.
-        """
-        if _as_probed(plan, outputs) or not reduced_precision(self.risk.device):
-            return _as_probed(plan, outputs)
-        with full_precision(self.risk.device), torch.no_grad():
-            return _as_probed(plan, self.risk.forward(chunk, Safe()))
 
     def wants(self, kinds: frozenset[Kind]) -> list[str]:
         return [name for name, wanted in self.requests.items() if wanted & kinds]
@@ -744,15 +734,6 @@ class ExactPass(Pass):
             if name not in parts:
                 parts[name] = apart[kind].new_zeros(size)
             parts[name][rows] += apart[kind]
-
-
-def _as_probed(plan: Plan, outputs: Tensor) -> bool:
-    """Whether the probed samples have the outputs that they had without the rest of their chunk."""
-    here = [k for k in plan.places if k < len(outputs)]
-    known = plan.sample_outputs[: len(here)]
-    if known.shape[1:] != outputs.shape[1:]:
-        return True
-    return close(outputs.detach()[here], known, plan.rounding)
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
