@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import Attempts, meet
+from ranks import Attempts, meet, stopped_waiting
 from test_sharded import (
     FORMS,
     Attending,
@@ -242,6 +242,44 @@ def chosen(shard: Shard) -> Any:
     return of_trace(trace), [note for note in trace.notes if note.startswith("tolerance")]
 
 
+class Dark(nn.Module):
+    """Layers whose inputs are 0: of all samples, and of all but the last batch's."""
+
+    def __init__(self, bend: bool) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.one, self.late = nn.Linear(3, 4).double(), nn.Linear(2, 4).double()
+        self.never, self.out = nn.Linear(5, 4, bias=False).double(), nn.Linear(4, 3).double()
+        self.bend = bend
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.late(x[:, 3:]) + self.never(x * 0.0)
+        bent = hidden.tanh() if self.bend else hidden
+        answer: Tensor = self.out(self.one(x[:, :3]).relu() + bent)
+        return answer
+
+
+def darkened(data: Batches, but: int) -> Batches:
+    for x, _ in data[: len(data) - but]:
+        x[:, 3:] = 0.0
+    return data
+
+
+def dark(shard: Shard) -> Any:
+    data = darkened(shard(dense()), but=shard.rank in (None, len(shard.sizes) - 1))
+    options: dict[str, Any] = {"distributed": shard.several}
+    straight = sf.trace(shard.model(lambda: Dark(False)), data, **options)
+    diagonal = sf.diagonal(shard.model(lambda: Dark(True)), data, curvature="ggn", **options)
+    return of_trace(straight), {n: d.tolist() for n, d in diagonal.items()}
+
+
+def dark_and_curved(shard: Shard) -> Any:
+    """Which one process estimates by products."""
+    data = darkened(shard(dense()), but=shard.rank == len(shard.sizes) - 1)
+    trace = sf.trace(by_layer(Dark(True)), data, distributed=True)
+    return {n: (trace[n], d.stderr) for n, d in trace.details.items()}
+
+
 def monitored(shard: Shard) -> Any:
     model = shard.model(straight)
     options: dict[str, Any] = {"measures": ["hessian_trace"], "distributed": shard.several}
@@ -252,9 +290,9 @@ def monitored(shard: Shard) -> Any:
 
 SAME: dict[str, Callable[[Shard], Any]] = {
     each.__name__: each
-    for each in (exact, drawn, forms, losses, late, lengths, otherwise, chosen, monitored)
+    for each in (exact, drawn, forms, losses, late, lengths, otherwise, chosen, dark, monitored)
 }
-JOBS = {2: list(SAME), 4: ["exact", "losses", "late", "lengths", "otherwise"]}
+JOBS = {2: list(SAME), 4: ["exact", "losses", "late", "lengths", "otherwise", "dark"]}
 
 
 # Of several ranks alone.
@@ -452,9 +490,83 @@ def afterwards(shard: Shard) -> Any:
     return dict(sf.trace(by_layer(straight()), shard(straight()), distributed=True))
 
 
+def waiting(shard: Shard) -> Any:
+    """While it gathers for the others."""
+    model = by_layer(straight())
+    call = lambda late: sf.trace(model, late, distributed=True)  # noqa: E731
+    found = stopped_waiting(call, shard(straight()))
+    return *found, all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def as_gathered(shard: Shard) -> Any:
+    """Models of which something is whole, or in larger parts, are so again, also after errors."""
+
+    def in_part(model: nn.Module) -> nn.Module:
+        for layer in (*model.children(), model):
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, reshard_after_forward=2 if dist.get_world_size() == 4 else False)
+        return model
+
+    found = []
+    for spread in (by_layer, as_one, in_part):
+        model: Any = spread(dense())
+        x, y = samples(model)
+        with torch.no_grad():
+            model(x)  # FSDP2 leaves parts of it gathered
+            if spread is by_layer:
+                model[0].unshard()
+                model[0].weight.add_(1.0)  # which the shards do not know
+        before = held_values(model)
+        trace = sf.trace(model, shard(dense()), curvature="ggn", distributed=True)
+        same = [before == held_values(model)]
+        sf.trace(model, (x, y), curvature="ggn")  # by the same passes
+        same.append(before == held_values(model))
+        try:
+            sf.trace(model, shard(dense()), nn.L1Loss(), distributed=True)
+        except sf.SaltflatError:
+            same.append(before == held_values(model))
+        kinds = {type(p).__name__ for p in model.parameters()}
+        again = nn.functional.cross_entropy(model(x), y)
+        again.backward()
+        found.append((same, kinds, dict(trace), float(again)))
+    return found
+
+
+def held_values(model: nn.Module) -> list[Any]:
+    """What a process has of every parameter, in which form."""
+    return [
+        (
+            id(p),
+            type(p).__name__,
+            p._version,
+            (p.to_local() if isinstance(p, DTensor) else p).tolist(),
+        )
+        for p in model.parameters()
+    ]
+
+
+def small(shard: Shard) -> Any:
+    """Blocks with so few entries that one process writes them out."""
+    trace = sf.trace(by_layer(bent()), shard(dense()), distributed=True)
+    report = sf.measure(by_layer(bent()), shard(dense()), standing=False, distributed=True)
+    whole = report["hessian_trace"]
+    return {n: (trace[n], d.stderr, d.rule) for n, d in trace.details.items()} | {
+        "": (whole.value, whole.stderr, "propagated")
+    }
+
+
+def bent() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()).double()
+
+
 OTHERS: dict[str, Callable[[Shard], Any]] = {
     each.__name__: each
     for each in (
+        waiting,
+        as_gathered,
+        small,
+        dark_and_curved,
         default,
         short_of_memory,
         left_as_found,
@@ -487,6 +599,9 @@ def of_a_part(shard: Shard) -> Any:
     model = dense()
     fully_shard(model, mesh=mesh)
     return sf.trace(model, shard(dense()), distributed=True)
+
+
+OF_FOUR = of_a_part, other_copies, as_gathered, dark_and_curved
 
 
 def killed(shard: Shard) -> Any:
@@ -531,7 +646,7 @@ def work(rank: int, world: int, folder: str) -> None:
     for name in JOBS[world]:
         attempt(name, lambda name=name: SAME[name](shard))  # type: ignore[misc]
     jobs: dict[str, Callable[[Shard], Any]] = (
-        OTHERS if world == 2 else {"of_a_part": of_a_part, "other_copies": other_copies}
+        OTHERS if world == 2 else {each.__name__: each for each in OF_FOUR}
     )
     for name, job in jobs.items():
         attempt(name, lambda job=job: job(shard))  # type: ignore[misc]

@@ -7,7 +7,9 @@ same job on all batches, in one process, is what it is compared with.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -624,9 +626,54 @@ def clock(data: Batches) -> Any:
     return reasons[-1]
 
 
+class Interrupted(Exception):
+    """What the handler of a rank's SIGINT raises."""
+
+
+@final
+class Waiting:
+    """Batches that one rank reads late, while the others wait; rank 0 is told to stop then."""
+
+    def __init__(self, data: Batches) -> None:
+        self.data, self.late = data, dist.get_rank() == 1
+
+    def __iter__(self) -> Any:
+        if self.late:
+            time.sleep(2)
+        self.late = False
+        return iter(self.data)
+
+
+def stopped_waiting(call: Callable[[Waiting], Any], data: Batches) -> Any:
+    """What a call ends with, when, and whether the handler is the user's own again."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    before, start = signal.signal(signal.SIGINT, handler), time.perf_counter()
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        if dist.get_rank() == 0:
+            timer.start()
+        try:
+            said = str(call(Waiting(data)))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        same = signal.getsignal(signal.SIGINT) is handler
+        return said, time.perf_counter() - start, same
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, before)
+
+
+def waiting(data: Batches) -> Any:
+    return stopped_waiting(lambda late: sf.trace(relu(), late, distributed=True), data)
+
+
 OTHERS: dict[str, Callable[[Batches], Any]] = {
     each.__name__: each
     for each in (
+        waiting,
         sharded,
         nobody,
         same_samples,

@@ -25,6 +25,7 @@ from typer.testing import CliRunner, Result
 import saltflat as sf
 from saltflat.cli import app
 from saltflat.cli.running import Code
+from saltflat.curvature import Settings
 from saltflat.work import Line, Work
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -145,6 +146,43 @@ def test_options_reach_the_function(place: Path) -> None:
         run("measure", net(place, "make"), *options, "--loss", net(place, "squares")).stdout
     )
     assert own["provenance"]["loss"] == "squares"
+
+
+def test_what_is_relied_on_and_how_much_memory_is_taken(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [net(place, "make"), "--data", "data.npz", "--json"]
+    asked = ["-m", "hessian_trace"]
+    trace = json.loads(run("measure", *options, *asked).stdout)["measurements"]["hessian_trace"]
+    assert trace["exact"]
+    none = run("measure", *options, *asked, "--certify", "none").stdout
+    (note,) = [n for n in json.loads(none)["notes"] if "no certificate was asked for" in n]
+    assert "blocks" in note
+    torch.save(make(place).state_dict(), place / "weights.pt")
+    each = json.loads(
+        run("measure", *options, *asked, "--each", "weights.pt", "--certify", "none").stdout
+    )
+    (report,) = each["reports"].values()
+    assert any("no certificate was asked for" in note for note in report["notes"])
+
+    budgets = list[Any]()
+    budget = Settings.budget
+
+    def seen(self: Settings, *device: Any, **weights: Any) -> int:
+        budgets.append(self.memory_budget)
+        return budget(self, *device, **weights)
+
+    monkeypatch.setattr(Settings, "budget", seen)
+    commands = [
+        ["measure", *options],
+        ["audit", *options, "--elements", "1"],
+        ["balance", *options],
+    ]
+    commands += [["compare", options[0], *options[1:]], ["bench", *options, "--repeats", "1"]]
+    for command in commands:
+        budgets.clear()
+        run(*command, "--memory-budget", "1000")
+        assert set(budgets) == {1000}, command
 
 
 def test_as_many_samples_as_it_takes(place: Path) -> None:
@@ -319,6 +357,17 @@ MISTAKES: list[tuple[str, int, list[str]]] = [
     ("landscape NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
     ("balance NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
     ("bench NET:make --data data.npz --samples auto", 2, ["--samples", "takes a number"]),
+    ("measure NET:make --data data.npz --certify prof", 2, ["--certify", "'proof'"]),
+    (
+        "measure NET:make --data data.npz --memory-budget 0",
+        2,
+        ["--memory-budget", "greater than or equal to 1"],
+    ),
+    ("audit NET:make --data data.npz --certify none", 2, ["--certify", "no use"]),
+    ("balance NET:make --data data.npz --certify none", 2, ["--certify", "no use"]),
+    ("bench NET:make --data data.npz --certify none", 2, ["--certify", "no use"]),
+    ("landscape NET:make --data data.npz --certify none", 2, ["--certify", "no use"]),
+    ("compare a.json b.json --memory-budget 5", 2, ["--memory-budget", "no use"]),
     ("measure NET:make --data data.npz --tolerance -1", 2, ["--tolerance", "above 0", "-1"]),
     ("measure NET:make --data data.npz --tolerance nan", 2, ["--tolerance", "finite", "nan"]),
     ("audit NET:make --data data.npz --spread 1", 2, ["--spread", "above 1"]),

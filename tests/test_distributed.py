@@ -117,6 +117,17 @@ def test_an_interruption_of_one_rank_stops_the_others(worlds: Worlds) -> None:
     assert "rank 0 of 2" in second[1]
 
 
+def test_ctrl_c_that_comes_while_a_rank_waits_stops_the_others(worlds: Worlds) -> None:
+    """Amid an exchange it waits for the end of that: what a rank says next would be taken for the
+    rest of it."""
+    for rank, results in enumerate(worlds(2)):
+        said, seconds, same = results["waiting"]
+        assert said.startswith("Interrupted: SIGINT")
+        assert rank == 0 or "rank 0 of 2" in said
+        assert 1.0 < seconds < 60
+        assert same
+
+
 @pytest.mark.parametrize("count", ranks.JOBS)
 def test_a_rank_that_dies_stops_the_others(worlds: Worlds, count: int) -> None:
     *others, last = worlds(count)

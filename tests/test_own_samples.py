@@ -84,6 +84,61 @@ def test_the_model_is_left_as_found(worlds: Worlds) -> None:
         assert not differences(alone, found)
 
 
+@pytest.mark.parametrize("count", JOBS)
+def test_a_model_that_was_gathered_is_gathered_again(worlds: Worlds, count: int) -> None:
+    alone = dict(sf.trace(dense(), Shard(count, None)(dense()), curvature="ggn"))
+    for results in worlds(count):
+        kinds = []
+        for same, names, found, _ in results["as_gathered"]:
+            assert same == [True] * 3
+            assert not differences(alone, found)  # what counts are the shards
+            kinds.append(names)
+        assert kinds == [
+            {"Parameter", "DTensor"},
+            {"Parameter"},
+            {"DTensor" if count == 4 else "Parameter"},
+        ]
+        plain = results["as_gathered"][1][-1]
+        assert results["as_gathered"][2][-1] == pytest.approx(plain, rel=1e-12)
+        assert results["as_gathered"][0][-1] != pytest.approx(plain, rel=1e-2)
+
+
+def test_small_curved_blocks_are_drawn(worlds: Worlds) -> None:
+    """One process writes them out, by products with whole parameters."""
+    model = own_samples.bent()
+    oracle = Dense(model, *map(torch.cat, zip(*Shard(2, None)(dense()), strict=True)))
+    blocks = {n: float(b.trace()) for n, b in oracle.blocks(oracle.hessian).items()}
+    blocks[""] = sum(blocks.values())
+    for results in worlds(2):
+        found = results["small"]
+        assert found.keys() == blocks.keys()
+        for name, (value, stderr, rule) in found.items():
+            assert rule in ("propagated", "activation probes")
+            assert value == pytest.approx(blocks[name], abs=4 * stderr + 1e-10)
+    assert max(stderr for _, stderr, _ in found.values()) > 0
+
+
+@pytest.mark.parametrize("count", JOBS)
+def test_layers_whose_inputs_are_0_against_the_dense_oracle(worlds: Worlds, count: int) -> None:
+    data = own_samples.darkened(Shard(count, None)(dense()), but=1)
+    x, y = map(torch.cat, zip(*data, strict=True))
+    traces = []
+    for bend in (False, True):
+        oracle = Dense(own_samples.Dark(bend), x, y)
+        traces.append({n: float(b.trace()) for n, b in oracle.blocks(oracle.hessian).items()})
+    straight, curved = traces
+    for results in worlds(count):
+        values, stderr, *_ = results["dark"][0]
+        assert stderr == 0
+        assert values == pytest.approx(straight, rel=1e-10, abs=1e-13)
+        drawn = results["dark_and_curved"]
+        assert drawn.keys() == curved.keys()
+        for name, (value, error) in drawn.items():
+            assert value == pytest.approx(curved[name], abs=4 * error + 1e-10)
+    assert straight["never.weight"] == 0
+    assert min(traces[k]["late.weight"] for k in (0, 1)) > 0
+
+
 def test_a_gathered_model_is_not_asked_for(worlds: Worlds) -> None:
     alone = dict(sf.trace(dense(), Shard(2, None)(dense()), curvature="ggn"))
     assert all(not differences(alone, results["gathered"]) for results in worlds(2))
@@ -150,6 +205,16 @@ def test_an_interruption_of_one_rank_stops_the_others(worlds: Worlds) -> None:
     assert "KeyboardInterrupt: enough" in said
     assert passes < 60
     assert second == "KeyboardInterrupt"
+
+
+def test_ctrl_c_that_comes_while_a_rank_waits_stops_the_others(worlds: Worlds) -> None:
+    for rank, results in enumerate(worlds(2)):
+        said, seconds, same, sharded = results["waiting"]
+        assert said.startswith("Interrupted: SIGINT")
+        assert rank == 0 or "rank 0 of 2" in said
+        assert 1.0 < seconds < 60
+        assert same
+        assert sharded
 
 
 def test_ranks_go_on_after_errors(worlds: Worlds) -> None:

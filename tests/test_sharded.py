@@ -216,6 +216,14 @@ def train(
     return whole(model)
 
 
+def penalty_of(model: nn.Module) -> float:
+    """What FAM gives of one forward pass."""
+    x, y = samples(dense())
+    fam = sf.FAM(model, layer="2", strength=0.1)
+    model(x)
+    return float(fam(y).detach())
+
+
 def refused(call: Callable[[], Any], error: type[Exception] = ModelError) -> str:
     with pytest.raises(error) as caught:
         call()
@@ -234,6 +242,11 @@ def found_of_training(rank: int) -> dict[str, Any]:
     model = by_layer(dense())
     found["norm"] = total_norm(list(model.parameters()))
     found["no filters"] = refused(lambda: sf.BNSharpnessSGD(sgd(model), model))
+    seen = as_one(dense())
+    with torch.no_grad():
+        seen(samples(seen)[0])  # after which FSDP2 leaves it gathered
+    found["no penalty, seen"] = refused(lambda: sf.SharpnessPenalty(seen, samples(dense())))
+    found["fam, seen"] = penalty_of(seen)
     found["no penalty"] = refused(lambda: sf.SharpnessPenalty(model, samples(dense())))
     return found
 
@@ -496,6 +509,8 @@ def refusals(rank: int) -> dict[str, str]:
         "audit": lambda: sf.audit(model, data, measures=["hessian_trace"]),
         "dtype": lambda: sf.trace(model, data, dtype=torch.float32),
         "precision": lambda: sf.trace(half(dense(), torch.float32), data),
+        "answers": lambda: sf.trace(answering(by_layer(dense())), data),
+        "answers, gathered": lambda: gathered_trace(answering(by_layer(dense())), data),
         "tensor parallel": lambda: sf.trace(parallel(dense_even()), data),
         "other samples": lambda: sf.trace(model, mine),
         "other order": lambda: sf.trace(model, [t.flip(0) if rank else t for t in data]),
@@ -519,6 +534,18 @@ def refusals(rank: int) -> dict[str, str]:
     said["afterwards"] = str(sf.trace(by_layer(straight()), data).exact)
     said["sharded again"] = str(all(isinstance(p, DTensor) for p in failing.parameters()))
     return said
+
+
+def answering(model: Any) -> nn.Module:
+    """The last layer's outputs are rounded, and nothing else."""
+    model[4]._get_fsdp_state()._mp_policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+    answer: nn.Module = model
+    return answer
+
+
+def gathered_trace(model: nn.Module, data: Any) -> sf.Trace:
+    with sf.gathered(model):
+        return sf.trace(model, data)
 
 
 class Unread:
@@ -655,6 +682,11 @@ def test_what_needs_whole_parameters_is_refused(ranks: list[dict[Any, Any]]) -> 
     for found in ranks:
         assert "DistributedDataParallel" in found["no filters"]
         assert "FAM" in found["no penalty"]
+        assert "FAM" in found["no penalty, seen"]
+
+
+def test_fam_of_a_model_that_was_left_gathered(ranks: list[dict[Any, Any]]) -> None:
+    assert all(found["fam, seen"] == pytest.approx(penalty_of(dense())) for found in ranks)
 
 
 def test_synchronised_batchnorm_is_batchnorm(ranks: list[dict[Any, Any]]) -> None:
@@ -744,6 +776,8 @@ def test_uneven_shards_of_the_data_of_a_gathered_model(ranks: list[dict[Any, Any
         ("audit", "cannot be copied"),
         ("dtype", "before fully_shard"),
         ("precision", "MixedPrecisionPolicy"),
+        ("answers", "module '4' compute or answer in torch.float32, by its MixedPrecisionPolicy"),
+        ("answers, gathered", "module '4' compute or answer in torch.float32"),
         ("tensor parallel", "full_tensor()"),
         ("other samples", "give every rank the same data"),
         ("other order", "the same samples, in the same order"),

@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat.errors import DataError, DistributedError, InvalidType, InvalidValue, ModelError
+from saltflat.errors import (
+    DataError,
+    DistributedError,
+    InvalidType,
+    InvalidValue,
+    ModelError,
+    uninterrupted,
+)
 from saltflat.prints import in_words, of_buffers, of_modules, of_parameters
 from saltflat.sharded import Served, Stopped
 
@@ -79,7 +86,7 @@ def reduction(distributed: bool, call: str, **options: object) -> Iterator[Reduc
     try:
         agree({}, together)
         yield together
-        together.each(_nothing)
+        together.end()
     except Stopped as error:
         raise together.stopped() from error
     except BaseException as error:
@@ -88,7 +95,7 @@ def reduction(distributed: bool, call: str, **options: object) -> Iterator[Reduc
 
 
 def _nothing() -> None:
-    """At the end of a call: all ranks must have come that far."""
+    """What a rank does that only waits for the others."""
 
 
 def agree(told: Mapping[str, str], reduction: Reduction) -> None:
@@ -132,7 +139,8 @@ class Ranks(Reduction):
         self._closed = ""  # why nothing can be exchanged any more
         self._working = False
         self.service: Served | None = None
-        self._group: Any = self.call(_for_objects)
+        with uninterrupted():
+            self._group: Any = self.call(_for_objects)
 
     def each(self, work: Callable[[], Result]) -> list[Result]:
         assert not self._working, "a rank's own work cannot wait for the others"
@@ -155,7 +163,14 @@ class Ranks(Reduction):
         self._working = False
         if own is not None and self._closed:
             raise own  # what has closed it, amid the work
-        return self._agreed(self._exchanged(said, own is not None), own)
+        with uninterrupted():  # until it is known who has stopped
+            return self._agreed(self._exchanged(said, own is not None), own)
+
+    def end(self) -> None:
+        """The end of a call: all ranks must have come that far."""
+        with uninterrupted():
+            self.each(_nothing)
+            self._closed = "the call is over"  # nobody waits for what a rank raises now
 
     def leave(self, error: BaseException) -> None:
         """This rank raises, and the others, wherever they are, are to do so too."""
@@ -182,6 +197,7 @@ class Ranks(Reduction):
         self.call(lambda: dist.all_gather(numbers, own, group=self._group))
         return [int(each) for each in numbers]
 
+    @uninterrupted()
     def totals(self, sums: Mapping[Key, Tensor], device: torch.device) -> dict[Key, Tensor]:
         shapes, on_device = self._outline(sums, device)
         if not shapes:
@@ -248,6 +264,7 @@ class Ranks(Reduction):
         if self._closed:
             raise DistributedError(f"Nothing more can be reduced over the ranks: {self._closed}.")
 
+    @uninterrupted()
     def _exchanged(self, said: bytes, failed: bool = False) -> list[Any]:
         """What every rank says, once all of them have done their work."""
         self._check_open()
@@ -331,8 +348,11 @@ def aligned(model: nn.Module, told: Mapping[str, str], reduction: Reduction) -> 
     if reduction.ranks == 1:
         yield []
         return
-    agree(told, reduction)
-    prints = reduction.each(lambda: (of_modules(model), of_parameters(model), of_buffers(model)))
+    with uninterrupted():  # prints of shards are made by those that share them
+        agree(told, reduction)
+        prints = reduction.each(
+            lambda: (of_modules(model), of_parameters(model), of_buffers(model))
+        )
     _check_alike([modules for modules, _, _ in prints], "Module {!r}")
     _check_alike([values for _, values, _ in prints], "Parameter {!r}")
     buffers = dict(model.named_buffers())

@@ -6,9 +6,13 @@ Every one derives from `SaltflatError`. A bad value is a `ValueError` too and a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 
@@ -105,6 +109,35 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, partial: Any) -> None:
         super().__init__("interrupted")
         self.partial = partial
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, Ctrl-C waits: what is to be done about it is done at the end.
+
+    For what processes do together in several steps: where one stops between two of them, the others
+    take what it says next for the step that it owes.
+    """
+    with ExitStack() as stack:
+        if current_thread() is main_thread():  # where Python calls handlers, and takes new ones
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.enter_context(_held_back(number))
+        yield
+
+
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    handler, frames = signal.getsignal(number), list[FrameType | None]()
+    if not callable(handler):
+        yield
+        return
+    try:
+        signal.signal(number, lambda _, frame: frames.append(frame))
+        yield
+    finally:
+        signal.signal(number, handler)
+        if frames:
+            handler(number, frames[0])
 
 
 class MissingDependency(SaltflatError, ImportError):

@@ -270,8 +270,8 @@ def _measured(
                 skipped[each.name] = result
             seconds[each.name], spent[each.name] = perf_counter() - start, work.done - before
     except KeyboardInterrupt as stop:
-        if not done or risk.reduction.ranks > 1:
-            raise
+        if not done or risk.reduction.ranks > 1 or risk.sharded:
+            raise  # a report takes what processes have together
         raise Interrupted(_partial(measures, engine, done, skipped, seconds, spent)) from stop
     if failure is not None and not done:
         raise failure

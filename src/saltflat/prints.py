@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from saltflat.errors import uninterrupted
 from saltflat.session import dense_parts
 from saltflat.sharded import is_sharded
 
@@ -87,6 +88,7 @@ def of_parameters(model: nn.Module) -> dict[str, str]:
     return {n: f"{p.dtype} {tuple(p.shape)} {prints[n]}" for n, p in parameters.items()}
 
 
+@uninterrupted()
 def _of_copies(parameters: Mapping[str, Any]) -> dict[str, int]:
     """The values of parameters that are sharded in several copies: the same for all processes that
     hold the shards of one copy, and for all copies that are equal."""

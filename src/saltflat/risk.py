@@ -35,6 +35,7 @@ from saltflat.errors import (
     ModelError,
     listed,
     nearest,
+    uninterrupted,
 )
 from saltflat.losses import (
     CrossEntropy,
@@ -57,8 +58,10 @@ from saltflat.sharded import (
     Served,
     Together,
     is_sharded,
+    parameters_of,
     refuse_flattened,
-    settle,
+    refuse_precision,
+    settled,
 )
 from saltflat.shards import check_padding, check_reading, one_shard, shard_of
 from saltflat.vectors import bounds, total_norm
@@ -273,8 +276,7 @@ class Risk:
         self._items = kept(items_of(data))
         self._unpack = unpack or split_item
         self.output = output or logits
-        settle(self.model)
-        everything = dict(self.model.named_parameters())
+        everything = parameters_of(self.model)
         self.parameters = _choose(everything, parameters)
         check_parameters(everything, set(self.parameters))
         measured = {id(p) for p in self.parameters.values()}
@@ -285,8 +287,9 @@ class Risk:
         self.device = next(iter(self.parameters.values())).device
         self.gathering: Gathering | None = None  # in a session, of a model that processes share
         self.sharded = any(map(is_sharded, everything.values()))
-        self._check_sharded(everything)
-        check_finite(everything)
+        with uninterrupted():  # norms of shards are made by those that share them
+            self._check_sharded(everything)
+            check_finite(everything)
         _check_buffers(self.model)
         if isinstance(self.loss, Loss):
             _hold_fixed(self.loss, self.parameters)
@@ -317,8 +320,9 @@ class Risk:
         beside = modules_in(getattr(self.loss, "call", self.loss))
         self._note_switches()
         lent = partial(lend, self.model, measured, self.dtype, beside)
+        same = aligned(self.model, self._told(), self.reduction)
         try:
-            with aligned(self.model, self._told(), self.reduction) as taken:
+            with settled(self.model), same as taken:
                 if taken and (note := _TAKEN + listed(taken)) not in self.notes:
                     self.notes.append(note)
                 with self._gathered():
@@ -341,7 +345,10 @@ class Risk:
         """What gathers the weights that processes share: for the same passes, or on request."""
         with ExitStack() as stack:
             if self.sharded and isinstance(self.reduction, Ranks) and self.reduction.ranks > 1:
-                self.gathering = stack.enter_context(Served(self.model, self.reduction).open())
+                with uninterrupted():  # from one exchange to where all tell what they need
+                    self.reduction.each(_comes_so_far)
+                    served = Served(self.model, self.reduction)
+                    self.gathering = stack.enter_context(served.open())
             elif self.sharded:
                 told = in_words({**self.reduction.asked, **self._told()})
                 self.gathering = Together(self.model, crc32(told.encode()))
@@ -369,6 +376,7 @@ class Risk:
             self.gathering.meet()
 
     def _check_sharded(self, everything: Mapping[str, Tensor]) -> None:
+        refuse_precision(self.model)
         if not self.sharded:
             return
         if self.dtype is not None and any(p.dtype != self.dtype for p in everything.values()):

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from saltflat.errors import ModelError, listed
 from saltflat.memory import out_of_memory
-from saltflat.sharded import lent, settle
+from saltflat.sharded import lent, settled
 
 Redo = Callable[[], Any]  # puts back what forward passes had left behind
 
@@ -510,39 +510,39 @@ def lend(
     are lent in the same way, but for their parameters' `requires_grad`, which stays as it is.
     `values` are what tensors are put back to, if a copy was made before: for loans in a row.
     """
-    settle(model)
-    own = dict(model.named_modules())
-    others = [("loss." + n if n else "loss", m) for b in beside for n, m in b.named_modules()]
-    known = {id(m) for m in own.values()}
-    named = [*own.items(), *{id(m): (n, m) for n, m in others if id(m) not in known}.values()]
-    snapshot = _Snapshot(named, dtype, values)
-    loan = Loan()
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(lent(model))
-            for device in {"cpu"} | {p.device.type for _, p in snapshot.parameters.values()}:
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            # Fused attention has no second derivative.
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            modules = [m for _, m in named]
-            # cuDNN's recurrent kernels differentiate neither twice nor in evaluation mode.
-            if any(isinstance(m, nn.RNNBase) for m in modules):
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(optimized_execution(False))
-            _forget_compiled_scripts(modules)
-            _prepare(modules, snapshot, dtype)
-            for p in model.parameters():
-                wanted = id(p) in measured and p.is_floating_point()
-                if p.requires_grad != wanted:
-                    p.requires_grad_(wanted)
-            yield loan
-    finally:
-        loan.left = snapshot.restore()
+    with settled(model):
+        own = dict(model.named_modules())
+        others = [("loss." + n if n else "loss", m) for b in beside for n, m in b.named_modules()]
+        known = {id(m) for m in own.values()}
+        named = [*own.items(), *{id(m): (n, m) for n, m in others if id(m) not in known}.values()]
+        snapshot = _Snapshot(named, dtype, values)
+        loan = Loan()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(lent(model))
+                for device in {"cpu"} | {p.device.type for _, p in snapshot.parameters.values()}:
+                    if torch.is_autocast_enabled(device):
+                        stack.enter_context(torch.autocast(device, enabled=False))
+                # Fused attention has no second derivative.
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                if "torch._dynamo" in sys.modules:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                modules = [m for _, m in named]
+                # cuDNN's recurrent kernels differentiate neither twice nor in evaluation mode.
+                if any(isinstance(m, nn.RNNBase) for m in modules):
+                    stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+                stack.enter_context(optimized_execution(False))
+                _forget_compiled_scripts(modules)
+                _prepare(modules, snapshot, dtype)
+                for p in model.parameters():
+                    wanted = id(p) in measured and p.is_floating_point()
+                    if p.requires_grad != wanted:
+                        p.requires_grad_(wanted)
+                yield loan
+        finally:
+            loan.left = snapshot.restore()
 
 
 def _forget_compiled_scripts(modules: Sequence[nn.Module]) -> None:

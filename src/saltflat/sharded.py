@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeGuard, final
@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from saltflat.errors import DistributedError, ModelError
+from saltflat.errors import DistributedError, ModelError, listed, uninterrupted
 
 
 def is_sharded(tensor: object) -> TypeGuard[Any]:
@@ -54,6 +54,23 @@ def refuse_flattened(parameters: Iterable[Tensor]) -> None:
             "fully_shard (FSDP2) instead; to measure, a model without FSDP1 will do too that has "
             "loaded its full state dict."
         )
+
+
+def refuse_precision(model: nn.Module) -> None:
+    """The error for modules that FSDP2 lets compute, or answer, in another dtype."""
+    shared = set(gathering_modules(model))
+    for name, module in model.named_modules():
+        if module not in shared:
+            continue
+        policy = module._get_fsdp_state()._mp_policy
+        own = {p.dtype for p in own_parameters(module) if p.is_floating_point()}
+        other = {policy.param_dtype, policy.output_dtype} - {None}
+        if any(own - {dtype} for dtype in other):
+            raise ModelError(
+                f"fully_shard has module {name!r} compute or answer in {listed(map(str, other))}, "
+                f"by its MixedPrecisionPolicy, with parameters in {listed(map(str, own))}: what "
+                "comes of that has few digits. Measure the model without the policy."
+            )
 
 
 def held(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -208,13 +225,62 @@ def lent(model: nn.Module) -> Iterator[None]:
         _reshard(modules)
 
 
-def settle(model: nn.Module) -> None:
-    """Let go of what FSDP2 has gathered and kept, or gather what must be whole and is not."""
+def parameters_of(model: nn.Module) -> dict[str, Any]:
+    """The parameters by name: those that processes share as DTensors, also where FSDP2 has just
+    gathered them, unless they are to be whole."""
+    known = dict[int, Any]()
     for module in gathering_modules(model):
         if module in _WHOLE:
             module.unshard()  # a state dict that was asked for has sharded it
-        else:
+            continue
+        for each in (each for group in _groups(module) for each in group.fsdp_params):
+            known |= {id(getattr(each, name, None)): each.sharded_param for name in _STAND_INS}
+    return {name: known.get(id(p), p) for name, p in model.named_parameters()}
+
+
+# What FSDP2 has in the place of a sharded parameter: all of it, or a larger part.
+_STAND_INS = "_unsharded_param", "_sharded_post_forward_param"
+
+
+@contextmanager
+def settled(model: nn.Module) -> Iterator[None]:
+    """Within, modules are sharded, but for those that are to be whole; afterwards as before.
+
+    FSDP2 leaves some gathered after a forward pass, and users gather others. What these hold is put
+    back, so that processes need not gather it together.
+    """
+    with ExitStack() as stack:
+        for module in gathering_modules(model):
+            if module in _WHOLE:
+                module.unshard()
+                continue
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if group.is_unsharded:
+                    values = [each._unsharded_param.detach().clone() for each in group.fsdp_params]
+                    stack.callback(_gather_again, group, values)
+                elif group.is_sharded_post_forward:
+                    stack.callback(
+                        _restore, group, [dict(vars(each)) for each in group.fsdp_params]
+                    )
             module.reshard()
+        yield
+
+
+@torch.no_grad()
+def _gather_again(group: Any, values: list[Tensor]) -> None:
+    for each, whole in zip(group.fsdp_params, values, strict=True):
+        each.alloc_all_gather_outputs()
+        with _unsafe_preserve_version_counter(each._unsharded_param):
+            each._unsharded_param.copy_(whole)
+    group._to_unsharded()
+
+
+def _restore(group: Any, attributes: list[dict[str, Any]]) -> None:
+    """Put back the parts that a group holds after a forward pass, where these are larger."""
+    for each, before in zip(group.fsdp_params, attributes, strict=True):
+        vars(each).update(before)
+        each._setattr_on_modules(each._sharded_post_forward_param)
+    group._sharded_state = group.fsdp_params[0].sharded_state
 
 
 @final
@@ -249,6 +315,7 @@ class Gathering(ABC):
     are the leaves of its graphs. What graphs save of them is gathered anew when it is asked for.
     """
 
+    @uninterrupted()
     def __init__(self, model: nn.Module) -> None:
         self.modules = gathering_modules(model)
         self.leaves: dict[int, Tensor] = {}  # id of a DTensor -> the leaf of graphs
@@ -269,12 +336,6 @@ class Gathering(ABC):
 
     def _know(self, sharded: Any, leaf: Tensor) -> None:
         plain = not is_sharded(leaf) and leaf.is_contiguous() and leaf.storage_offset() == 0
-        if leaf.dtype != sharded.dtype:
-            raise ModelError(
-                f"fully_shard computes in {leaf.dtype} with parameters in {sharded.dtype}, by its "
-                "MixedPrecisionPolicy, and what comes of that has few digits. Measure the model "
-                "without the policy."
-            )
         if plain:
             self.leaves[id(sharded)] = leaf
             self._storages[leaf.untyped_storage()._cdata] = sharded
@@ -462,13 +523,17 @@ class Served(Gathering):
             with _serving(self):
                 for state in self._states:
                     state._states_to_forward_prefetch = []  # which would gather unasked
+                over = False  # whether nobody waits for this rank any more
                 try:
                     yield self
+                    with uninterrupted():
+                        self.rest()
+                        over = True
                 except BaseException:
                     with suppress(DistributedError):  # what was raised says more
-                        self.rest(failed=True)
+                        if not over:
+                            self.rest(failed=True)
                     raise
-                self.rest()
         finally:
             self._ranks.service = None
             for state, states in ahead:
@@ -506,6 +571,7 @@ class Served(Gathering):
         while any(state >= 0 for state in self._told(_MEETS)):
             pass
 
+    @uninterrupted()
     def rest(self, failed: bool = False) -> None:
         """Gather for the others until none of them needs anything."""
         state = _FAILS if failed else _RESTS
@@ -553,6 +619,7 @@ class Served(Gathering):
         self._told(number, take or (lambda _, whole: found.append(whole)))
         return found
 
+    @uninterrupted()
     def _told(self, state: int, take: Take | None = None) -> list[int]:
         """What all ranks say; and whatever one of them asks for is gathered."""
         with torch._C._DisableFuncTorch():  # also amid backward passes of many directions at once
@@ -587,7 +654,7 @@ def _place(sharded: Any) -> int:
 
 def shared_parameter(model: nn.Module) -> Any:
     """A parameter that processes share, or None."""
-    return next(filter(is_sharded, model.parameters()), None)
+    return next(filter(is_sharded, parameters_of(model).values()), None)
 
 
 def is_first(sharded: Any) -> bool:

@@ -188,6 +188,7 @@ def compare(
     with speaking(request.voice, (save, html)):
         if all(name.endswith(".json") for name in models):
             request.refuse("data", "loss", "samples", "output", "unpack", "dtype", "device")
+            request.refuse("certify", "memory_budget")
             named = _unique([_report_named(text) for text in models])
             comparison = sf.Comparison({name: _saved(path) for name, path in named.items()})
         else:
@@ -273,7 +274,7 @@ def audit(
 ) -> None:
     """See which measures move under rescalings that keep the function (in float64)."""
     with speaking(request.voice, (save, html)):
-        request.refuse("dtype")
+        request.refuse("dtype", "certify")
         request.refuse_auto()
         names, data = measure_names(measures), request.load_data()
         loaded = request.load_model(model, checkpoint)
@@ -299,6 +300,7 @@ def balance(
 ) -> None:
     """Rescale the weights to the least trace of the Hessian, with the same function."""
     with speaking(request.voice):
+        request.refuse("certify")
         request.refuse_auto()
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)
@@ -339,7 +341,7 @@ def landscape(
 ) -> None:
     """Compute the loss on a line or a plane through the model's parameters."""
     with speaking(request.voice, (html,)):
-        request.refuse("curvature", "tolerance")
+        request.refuse("curvature", "tolerance", "certify")
         request.refuse_auto()
         data, loaded = request.load_data(), request.load_model(model, checkpoint)
         options = {"seed": request.seed, "path": save, **request.arguments(loaded)}
@@ -368,6 +370,7 @@ def bench(
 ) -> None:
     """Time the main calls on your model, as multiples of one gradient over the same data."""
     with speaking(request.voice):
+        request.refuse("certify")
         request.refuse_auto()
         data = request.load_data()
         loaded = request.load_model(model, checkpoint)

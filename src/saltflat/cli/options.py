@@ -46,6 +46,15 @@ class Matrix(StrEnum):
 
 
 @final
+class Proof(StrEnum):
+    """What is taken for piecewise linear."""
+
+    proof = "proof"
+    probe = "probe"
+    none = "none"
+
+
+@final
 class Chosen(StrEnum):
     trainable = "trainable"
     all = "all"
@@ -237,6 +246,24 @@ class Request:
         ),
     ] = None
     seed: Annotated[int, _option("--seed", help="Of all that is random.", panel=_HOW, min=0)] = 0
+    certify: Annotated[
+        Proof,
+        _option(
+            "--certify",
+            help="Exact is what graphs prove; probe: not exact, what seems linear; none: estimate.",
+            panel=_HOW,
+        ),
+    ] = Proof.proof
+    memory_budget: Annotated[
+        int | None,
+        _option(
+            "--memory-budget",
+            metavar="BYTES",
+            help="That a chunk of samples may take.",
+            panel=_HOW,
+            min=1,
+        ),
+    ] = None
     device: Annotated[str, _option("--device", help="cpu, cuda, cuda:1, mps.", panel=_HOW)] = "cpu"
     dtype: Annotated[
         Precision | None, _option("--dtype", help="Default: the model's own.", panel=_HOW)
@@ -285,12 +312,13 @@ class Request:
         """Options that a command has no use for are not passed over in silence."""
         for field in fields(self):
             if field.name in names and getattr(self, field.name) != field.default:
-                hint = f"--{field.name}"
+                hint = f"--{field.name.replace('_', '-')}"
                 raise typer.BadParameter("This command has no use for it.", param_hint=hint)
 
     def sampling(self) -> dict[str, Any]:
         """Keywords of the functions that may measure on some of the samples."""
-        return {"samples": AUTO if self.samples == AUTO else "all", **self.search()}
+        samples = AUTO if self.samples == AUTO else "all"
+        return {"samples": samples, "certify": self.certify.value, **self.search()}
 
     def search(self) -> dict[str, Any]:
         """Keywords of the functions that may have to estimate."""
@@ -308,6 +336,7 @@ class Request:
             "output": None if self.output is None else _chooser(self.output),
             "unpack": None if self.unpack is None else _callable("--unpack", self.unpack),
             "dtype": getattr(torch, self.dtype.value) if self.dtype else _own_dtype(model),
+            "memory_budget": self.memory_budget,
             **({"progress": False} if self.quiet else {}),
         }
 

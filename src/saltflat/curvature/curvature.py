@@ -618,7 +618,7 @@ class _Search:
             )
         if name in plan.curved:
             return f"outputs are not shown piecewise linear in it: {operation(plan.curved[name])}"
-        if plan.rules[name] == UNUSED:
+        if plan.rules[name] == UNUSED and name not in plan.dormant:
             return "no effect on outputs"
         given = f", given that {plan.given[name]} is" if name in plan.given else ""
         return f"proved piecewise linear on every sample{given}"
@@ -859,7 +859,8 @@ class _Search:
         """Blocks that are not to be had by sweeps: in the way that suits them."""
         entries = sum(self.risk.parameters[name].numel() for name in requests)
         own_noise = self.hessian and not self.joint and not self.shared_noise
-        if not own_noise or entries <= self.estimator.probes:
+        few = entries <= self.estimator.probes and not self.risk.sharded
+        if not own_noise or few:  # few products with whole parameters give all of these
             return self._from_products(list(requests))
         unserved = {name for name in requests if self.plan.rules[name] == GENERIC}
         while own := {n: kinds for n, kinds in requests.items() if n not in unserved}:

@@ -330,6 +330,9 @@ def _examine_graph(
     if outputs.requires_grad:
         fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
         rules, dims, dormant = fast.rules, fast.dims, fast.dormant
+        if risk.sharded:  # where nobody has whole gradients of samples, of which these have none
+            unserved = [n for n in dormant if rules[n] == GENERIC]
+            rules |= dict.fromkeys(asleep(unserved, outputs, uses, risk.leaves, proof), UNUSED)
         slopes = fast.cotangent, _without_padded(fast.gradients, uses), fast.largest
         if certify == "probe" and proof.curved:
             what = "Probes take second derivatives in whole parameters"
@@ -481,6 +484,37 @@ def _rules_asleep(
     offers = _offers(uses, both[: len(edges)], rows, None, truth)
     sizes = dict(zip(truth, _largest(list(truth.values())), strict=True))
     return _agreeing(offers, truth, sizes, proof.narrow)
+
+
+def asleep(
+    names: Iterable[str],
+    outputs: Tensor,
+    uses: Sequence[Use],
+    parameters: Mapping[str, Tensor],
+    proof: Proof,
+) -> frozenset[str]:
+    """The parameters, of these, whose derivatives vanish here, of every sample and order.
+
+    A layer whose inputs are 0 sends them nothing: neither what arrives from the outputs nor, in one
+    that other operations bend, anything that began at its own output.
+    """
+    generator = torch.Generator(outputs.device).manual_seed(20_210_620)
+    wanted = sorted(names)
+    recorded = all_recorded(uses, proof)
+    own = [
+        u for u in uses if proof.holds(u.edge.node) and not recorded.isdisjoint(u.names.values())
+    ]
+
+    def moved(sources: Any, cotangents: Any) -> set[str]:
+        slopes = _pulled(sources, [parameters[n] for n in wanted], cotangents)
+        found = zip(wanted, slopes, strict=True)
+        return {n for n, slope in found if slope is not None and bool(slope.any())}
+
+    awake = moved(outputs, _normal(outputs, generator))
+    bent = set(wanted) & proof.curved.keys()
+    if bent & recorded - awake:
+        awake |= moved([use.edge for use in own], [_cotangent(use, generator) for use in own])
+    return frozenset(wanted) - awake - (bent - recorded)
 
 
 def _cotangent(use: Use, generator: torch.Generator) -> Tensor:

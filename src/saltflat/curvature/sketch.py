@@ -42,7 +42,7 @@ from saltflat.curvature.estimators import (
     mixed,
 )
 from saltflat.curvature.loss_hessian import factor, insist_on_derivatives, lacks_derivative
-from saltflat.curvature.plan import GENERIC, Plan, Refutation, Settings, in_place_writes
+from saltflat.curvature.plan import GENERIC, UNUSED, Plan, Refutation, Settings, in_place_writes
 from saltflat.curvature.propagated import Operation, Sources, curved_graph, operations, sources
 from saltflat.curvature.spread import Spread
 from saltflat.curvature.sweep import (
@@ -133,7 +133,10 @@ class SketchPass(Pass):
 
     def measure(self, chunk: Chunk) -> Refutation | None:
         sketch, plan = self.sketch, chunk.plan
-        curved = sketch.propagated | sketch.probed
+        # What is unused here sends nothing to any operation.
+        unused = frozenset(name for name, rule in plan.rules.items() if rule == UNUSED)
+        propagated, probed = sketch.propagated - unused, sketch.probed - unused
+        curved = propagated | probed
         lost = frozenset(name for name in curved if plan.rules[name] == GENERIC)
         live = live_uses(chunk.uses, plan, frozenset(self.requests))
         leaves = self.risk.leaves
@@ -146,18 +149,15 @@ class SketchPass(Pass):
         probes: ProbedChunk | None = None
         if curved:
             gradient = slope(self.loss, chunk)
-            own = {n: leaves[n] for n in sketch.propagated}
+            own = {n: leaves[n] for n in propagated}
             graph = curved_graph(chunk.outputs, own, live, writes)
             built = operations(graph, chunk.outputs, gradient)
-            if sketch.probed:
-                served = (leaves[n] for n in sketch.probed)
-                insist_on_derivatives(chunk.outputs, served)
+            if probed:
+                insist_on_derivatives(chunk.outputs, (leaves[n] for n in probed))
                 places = [(use, chunk.rows(use)) for use in live]
-                probes = ProbedChunk(
-                    chunk.outputs, gradient, places, sketch.probed, self._written()
-                )
+                probes = ProbedChunk(chunk.outputs, gradient, places, probed, self._written())
                 used = {name for use in live for name in use.names.values()}
-                self.shiftless |= (sketch.probed & used) - probes.shifts.keys()
+                self.shiftless |= (probed & used) - probes.shifts.keys()
                 if self.shiftless:
                     return Refutation(unserved=frozenset(self.shiftless))
         self._draws(chunk, built, probes)

@@ -24,6 +24,7 @@ from saltflat.curvature.loss_hessian import Additivity, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
     GENERIC,
+    UNUSED,
     Company,
     Passed,
     Plan,
@@ -31,6 +32,7 @@ from saltflat.curvature.plan import (
     Settings,
     all_recorded,
     as_probed,
+    asleep,
     channels_last,
     coupled,
     examine,
@@ -474,7 +476,7 @@ class Pass(ABC):
         if passed is None:
             return Refutation(replace(plan, coupled=True))
         outputs, uses, proof = passed.outputs, passed.uses, passed.proof
-        plan = self._plan(plan, chunk, outputs, uses, proof)
+        plan = self._waking(self._plan(plan, chunk, outputs, uses, proof), chunk, passed)
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
         place = self._offset + self.samples
@@ -549,6 +551,17 @@ class Pass(ABC):
             dims={n: dim for n, dim in plan.dims.items() if n not in lost},
             rules={n: GENERIC if n in lost else rule for n, rule in plan.rules.items()},
         )
+
+    def _waking(self, plan: Plan, chunk: Batch, passed: Passed) -> Plan:
+        """The plan where this chunk shows of a model that processes share what samples before it
+        have left alone: anew."""
+        names = {n for n in plan.dormant & self.requests.keys() if n not in plan.dims}
+        if not self.risk.sharded or not names or not passed.outputs.requires_grad:
+            return plan
+        parts = passed.outputs, passed.uses, self.risk.leaves, passed.proof
+        if names <= asleep(names, *parts):
+            return replace(plan, rules={**plan.rules, **dict.fromkeys(names, UNUSED)})
+        return examine(self.risk, chunk, self.settings.certify)
 
     def _all_recorded(self, plan: Plan, live: Sequence[Use], proof: Proof) -> bool:
         """Whether the recorded operations are all that take the parameters of fast rules."""

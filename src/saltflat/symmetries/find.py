@@ -14,7 +14,7 @@ from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.memory import fails_again, out_of_memory
 from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
 from saltflat.session import TensorValues, values_of
-from saltflat.sharded import ADVICE, refuse_sharded
+from saltflat.sharded import ADVICE, parameters_of, refuse_sharded
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.element import Exponents, duplicate
 from saltflat.symmetries.evaluate import check_copy, confirm, evaluation, memory
@@ -67,7 +67,9 @@ def symmetries(
     True
     """
     inner, movable = _checked(model, parameters)
-    refuse_sharded(inner.parameters(), "Rescalings are sought in whole parameters", ADVICE)
+    refuse_sharded(
+        parameters_of(inner).values(), "Rescalings are sought in whole parameters", ADVICE
+    )
     example = inputs_of(inner, example, unpack, movable)
     answer = output or logits
     values = values_of(inner)  # of which every pass below would make a copy

@@ -25,7 +25,7 @@ from saltflat.errors import InvalidValue, LossError, ModelError, NegativeCurvatu
 from saltflat.losses import LossLike
 from saltflat.measures import Context, balance_layer
 from saltflat.risk import Risk, unwrap
-from saltflat.sharded import refuse_sharded
+from saltflat.sharded import parameters_of, refuse_sharded
 from saltflat.symmetries import Group, Least, least_trace
 
 Penalised = Literal["minimum_sharpness", "neuronwise_minimum_sharpness", "normalized_sharpness"]
@@ -89,7 +89,7 @@ class SharpnessPenalty:
                 f"measure must be one of {', '.join(get_args(Penalised))}. Got {measure!r}."
             )
         refuse_sharded(
-            unwrap(model).parameters(),
+            parameters_of(unwrap(model)).values(),
             "SharpnessPenalty takes third derivatives in whole parameters",
             "Wrap the model in DistributedDataParallel instead, or take FAM.",
         )

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError, nearest
-from saltflat.sharded import is_sharded, refuse_flattened, refuse_sharded
+from saltflat.sharded import is_sharded, parameters_of, refuse_flattened, refuse_sharded
 from saltflat.training.fam.flatness import LayerModule, apply
 
 _NOTHING = "There was no forward pass since FAM was made, or its hooks were removed"
@@ -100,12 +100,13 @@ class Capture:
         self._missing = _NOTHING
         self._checked: set[str] = set()
         self._layers = dict(layers)
+        shared = parameters_of(model)
         before = model.register_forward_pre_hook(_Hook(self, Capture._begin))
         within = [
             layer.register_forward_hook(
                 _Hook(self, Capture._note, name),
                 # Before FSDP2 frees the weights that it has gathered.
-                prepend=is_sharded(layer._parameters.get("weight")),
+                prepend=is_sharded(shared.get(f"{name}.weight")),
                 with_kwargs=True,
             )
             for name, layer in layers.items()
