@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from untouched import fingerprint
 
 import saltflat as sf
 from saltflat.curvature import adaptive
-from saltflat.curvature.adaptive import Packing, Pairs, Population, Sent, choose
+from saltflat.curvature.adaptive import Packing, Pairs, Population, Sent, choose, mixing
 from saltflat.curvature.contractions import Layout, Outer
 from saltflat.curvature.estimators import uniforms
 from saltflat.curvature.loss_hessian import ranked
@@ -361,10 +362,80 @@ def test_what_is_small_in_the_outputs_and_large_in_a_block_is_seen(
 
 
 def test_a_pilot_that_skips_entries_misses_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the attacks above are some."""
+    """That the attacks above are some, where no mix is taken for a surprise either."""
     monkeypatch.setattr(adaptive, "_OF_EACH", 0)
+    monkeypatch.setattr(adaptive, "_SURPRISE", inf)
     model, data = beside(torch.tensor(0.0), torch.tensor([0]), 1e4, 22.0)
     assert max(worst(model, data, seed) for seed in range(4)) > 50
+
+
+class OwnInputs(nn.Module):
+    """Every class has inputs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(3 * torch.randn(8, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(2)
+
+
+def own_inputs() -> tuple[nn.Module, Data]:
+    """Three of 3,000 samples have large inputs of one class, which its outputs do not show."""
+    torch.manual_seed(2)
+    model, x = OwnInputs(), torch.randn(3000, 8, 6, dtype=torch.float64)
+    y = model(x).argmax(1)
+    weight = model.weight.detach()[7]
+    along = (x[:3, 7] @ weight / (weight @ weight))[:, None] * weight
+    x[:3, 7] = 300 * (x[:3, 7] - along) + along
+    return model, (x, y)
+
+
+def rare_unit() -> tuple[nn.Module, Data]:
+    """Two units that fire on 3 of 1,500 samples and feed one class, and take each other away."""
+    torch.manual_seed(0)
+    centres, y = 2 * torch.randn(10, 12), torch.randint(10, (1500,))
+    x = torch.cat([centres[y] + 1.2 * torch.randn(1500, 12), torch.zeros(1500, 2)], 1)
+    x[torch.randperm(1500)[:3], 12:] = 1
+    model, x = nn.Sequential(nn.Linear(14, 32), nn.ReLU(), nn.Linear(32, 10)).double(), x.double()
+    fit(model, (x, y), nn.functional.cross_entropy, 150)
+    with torch.no_grad():
+        for part in (model[0].weight[-2:], model[0].bias[-2:], model[2].weight[:, -2:]):
+            part.zero_()
+        model[0].weight[-2, 12] = model[0].weight[-1, 13] = 1
+        model[2].weight[-1, -2:] = torch.tensor([300.0, -300.0])
+    return model, (x, y)
+
+
+HIDDEN = {"own inputs": (own_inputs, 1e-2), "a rare unit": (rare_unit, 1e-3)}
+
+
+def hidden(name: str, seeds: int) -> list[list[float]]:
+    """By how many standard errors blocks and their sum are off; truth is the sweep's, which is
+    compared with dense Hessians elsewhere."""
+    make, tolerance = HIDDEN[name]
+    model, data = make()
+    exact, z = dict(sf.trace(model, data)), []
+    for seed in range(seeds):
+        found = sf.trace(model, data, tolerance=tolerance, seed=seed)
+        assert not found.exact, found.notes
+        z.append(scores(found, exact))
+    return z
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_rare_direction_with_a_huge_gain_is_seen(name: str) -> None:
+    """It has next to no size, and neither another direction of its sample nor another sample tells
+    of it."""
+    z = torch.tensor(hidden(name, 25))
+    assert float(z.abs().max()) < 5
+    assert float(z.square().mean().sqrt()) < 1.5
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_it_is_missed_without_a_mix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive, "_SURPRISE", inf)
+    assert float(torch.tensor(hidden(name, 6)).abs().max()) > 10
 
 
 def test_errors_count_pairs_that_were_not_drawn() -> None:
@@ -409,6 +480,28 @@ def test_ranked_directions_add_up_to_the_output_hessian(name: str) -> None:
     assert not factor.chosen(torch.full((1, 7), -1)).any()
     mixed = torch.stack([torch.arange(7) % factor.count, torch.full((7,), -1)])
     assert torch.equal(factor.chosen(mixed)[0], columns[mixed[0], torch.arange(7)])
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_a_mix_is_on_average_all_columns_but_the_first(scale: float) -> None:
+    """A basis in place of the noise gives Σ u uᵀ of those."""
+    torch.manual_seed(0)
+    outputs, targets = scale * torch.randn(10, 5, dtype=torch.float64), torch.randint(5, (10,))
+    loss = resolve(FACTORS["smooth"])
+    assert isinstance(loss, Loss)
+    factor = ranked(loss, outputs, Batch(outputs, targets, 10, "a test"))
+    assert factor is not None
+    basis = torch.eye(5, dtype=torch.float64)
+    mixes = torch.stack([factor.mix(each.expand(10, -1)) for each in basis])
+    columns = factor.chosen(torch.arange(1, 4)[:, None].expand(-1, 10))
+    found, known = (torch.einsum("cni,cnj->nij", u, u) for u in (mixes, columns))
+    assert torch.allclose(found, known, rtol=1e-10, atol=1e-14)
+
+
+def test_noise_of_mixes_belongs_to_samples() -> None:
+    noise = mixing(range(900), 6, 1)
+    assert torch.equal(noise[300:400], mixing(range(300, 400), 6, 1))
+    assert torch.allclose(noise.mT @ noise / 900, torch.eye(6).double(), atol=0.12)
 
 
 def test_sizes_of_confident_samples_keep_their_digits() -> None:

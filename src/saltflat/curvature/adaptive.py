@@ -8,8 +8,10 @@ another scale may hold all of a trace and next to nothing of the sizes. So
 1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and sends the
    largest direction of each backwards. That is most of what a confident sample has, is had without
    error, and tells the sample's ratio in every block: that of all its directions, where classes are
-   told from the same features. Places of a sequence, or targets, may each have features of their
-   own, of which one direction does not tell: with these, all pairs are sent;
+   told from the same features. Whether it is shows in a random mix of all the others, which is sent
+   too: where that gives far more than it should, any of them may be why, and each is taken for as
+   important as the mix. Places of a sequence, or targets, may each have features of their own, of
+   which these two do not tell: with these, all pairs are sent;
 2. a pilot sends a few others, some of them for every entry of the outputs, which tells by how much
    every entry's ratio is larger than that;
 3. a direction's importance s is its size, each entry's square times what the entry gains, times the
@@ -86,6 +88,8 @@ _SPARE = 8  # times as many, that are ranked
 _FEW = 192  # samples that they are of, about
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
+_SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
+_MIXED = 2  # among the keys of random numbers
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
 _ROUNDS = 3
 _WORTH = 0.7  # of the price of a sweep
@@ -97,6 +101,14 @@ _BATCH = 150.0  # gradients of a sample that a batch less is worth
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
 _APART = "one direction tells of the others only with the classes of one place and cross-entropy"
+
+
+def mixing(samples: range, classes: int, *key: int) -> Tensor:
+    """Noise for the mixes of a survey, which belongs to samples: signs, times magnitudes that make
+    it unlikely for two directions to cancel. Their squares are spread evenly over [1/2, 3/2]."""
+    numbers = uniforms(samples, classes, *key, _MIXED)
+    sizes = (2 * numbers % 1 + 0.5).sqrt_()
+    return torch.where(numbers < 0.5, -sizes, sizes)
 
 
 @dataclass
@@ -111,34 +123,36 @@ class PairPass(Pass):
     _table: Tensor = field(init=False)  # (directions, samples) of pairs, or −1
     _lot: int = 0
 
-    def send(self, chunk: Chunk, columns: Tensor) -> None:
-        """The directions of the table, and what comes of them into `pending`."""
-        self._whole = {}
+    def send(self, chunk: Chunk, columns: Tensor, at: int = 0) -> None:
+        """Directions of the table from `at` on, and what comes of them into `pending`; into `whole`
+        what comes of the first ones."""
+        if at == 0:
+            self._whole = {}
         names, size = frozenset(self.requests), chunk.batch.size
         live = live_uses(chunk.uses, chunk.plan, names)
         price = direction_price(frozenset[Kind]().union(*self.requests.values()))
-        self.risk.work.add(size, FORWARD + len(columns) * price)
+        self.risk.work.add(size, FORWARD * (at == 0) + len(columns) * price)
         group = self.together(chunk)
         for start in range(0, len(columns), group):
             part = columns[start : start + group]
             arrived = backward(chunk.outputs, live, chunk.plan, part)
             with torch.no_grad():
                 for name, term in self.terms(chunk, live, arrived, names):
-                    self._add(name, term, start, len(part), slice(size))
+                    self._add(name, term, at + start, len(part), slice(size), at == 0)
             written = self.written_out(chunk.plan, CURVATURE)
             for rows, name, term in self.generic_terms(chunk, part, written):
-                self._add(name, term, start, len(part), rows)
+                self._add(name, term, at + start, len(part), rows, at == 0)
 
-    def _add(self, name: str, term: Term, start: int, count: int, rows: slice) -> None:
+    def _add(self, name: str, term: Term, start: int, count: int, rows: slice, first: bool) -> None:
         wanted, weight = self.requests[name], self.weights.get(name)
         self._place("trace", name, start, rows, term.squares(count))
-        if "diagonal" in wanted and self.apart:
+        if "diagonal" in wanted and self.apart and first:
             self._more("diagonal", name, term.diagonal(None))
         forms = wanted & FORMS.keys()
         for d in range(count if forms else 0):
             apart: dict[Kind, Tensor] = {}
             for kind, value in reduce(term.direction(d), forms, weight, None, apart):
-                if kind in WHOLE and self.apart:
+                if kind in WHOLE and self.apart and first:
                     self._more(kind, name, value)
                 self._place(kind, name, start + d, rows, apart[kind].unsqueeze(0))
 
@@ -183,10 +197,11 @@ class PairPass(Pass):
 @final
 @dataclass
 class Survey(PairPass):
-    """The directions of all samples, and the outputs that they are of. The largest direction of
-    every sample is sent backwards."""
+    """The directions of all samples, and the outputs that they are of. Sent backwards are the
+    largest direction of every sample and a mix of all others: pairs 2 i and 2 i + 1."""
 
     must_be_linear: bool = field(kw_only=True)
+    seed: int = field(kw_only=True)
     factors: list[Factor] = field(default_factory=list)
     found: list[Tensor] = field(default_factory=list)  # sizes of their directions
     outputs: list[Tensor] = field(default_factory=list)
@@ -195,6 +210,10 @@ class Survey(PairPass):
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.requests))
+
+    def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
+        self._offset = self.risk.offset  # noise goes by the place in all data
+        return super().run(batches, first)
 
     def measure(self, chunk: Chunk) -> Refutation | None:
         count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
@@ -206,8 +225,17 @@ class Survey(PairPass):
             return None
         sizes = sides.sizes()
         self._latest = sides, sizes.cpu(), chunk.outputs.detach()
-        self._table = torch.arange(self.samples, self.samples + chunk.batch.size)[None]
-        self.send(chunk, sides.chosen(sizes.argmax(1)[None]))
+        ids = 2 * torch.arange(self.samples, self.samples + chunk.batch.size)
+        self._table = torch.stack([ids, ids + 1])
+        noise = mixing(
+            range(chunk.place, chunk.place + chunk.batch.size), 1 + sides.count, self.seed
+        )
+        columns = sides.chosen(sizes.argmax(1)[None]), sides.mix(noise.to(sizes))[None]
+        if self.apart:  # where what comes of the mixes must not be added
+            self.send(chunk, columns[0])
+            self.send(chunk, columns[1], at=1)
+        else:
+            self.send(chunk, torch.cat(columns))
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -570,10 +598,12 @@ def gathered(done: PairPass, count: int) -> dict[tuple[Kind, str], Tensor]:
 
 @final
 class Leading:
-    """What the largest direction of every sample gives, and what it tells of the others."""
+    """What the largest direction of every sample gives, and what it and a mix of all others tell of
+    these."""
 
     def __init__(self, survey: Survey, sizes: Tensor) -> None:
-        self.parts = gathered(survey, survey.own)
+        both = gathered(survey, 2 * survey.own)
+        self.parts = {key: y[::2] for key, y in both.items()}
         whole = {key: lots[0] for key, lots in survey.whole.items()}
         self.whole = survey.reduction.totals(whole, survey.risk.device)
         size, self.direction = sizes.max(1)
@@ -581,6 +611,15 @@ class Leading:
         # ‖Jᵀu‖²/|u|² of every sample, of every block and of all of them.
         self.ratios = {key: (y / size).nan_to_num(0, 0, 0) for key, y in self.sums(self.parts)}
         self.means = {key: float(y.sum() / size.sum()) for key, y in self.sums(self.parts)}
+        self.mixes = self._relative(self.sums({key: y[1::2] for key, y in both.items()}))
+
+    def _relative(self, numbers: Iterable[tuple[tuple[Kind, str], Tensor]]) -> Tensor:
+        """Of every sample, by what a size gives on average, in the block where that is largest."""
+        most = torch.zeros_like(self.sizes[:, 0])
+        for key, each in numbers:
+            if self.means[key] > 0:
+                most = torch.maximum(most, each / self.means[key])
+        return most
 
     @staticmethod
     def sums(parts: Mapping[tuple[Kind, str], Tensor]) -> Iterator[tuple[tuple[Kind, str], Tensor]]:
@@ -595,12 +634,13 @@ class Leading:
     def importance(self, sizes: Tensor) -> Tensor:
         """These sizes, but for the largest directions, each times the ratio of its sample, relative
         to that of all samples, in the block where that is largest: a sample with next to nothing in
-        its outputs may have much in a block."""
-        ratios = torch.full_like(self.sizes[:, 0], _LEAST_RATIO)
-        for key, ratio in self.ratios.items():
-            if self.means[key] > 0:
-                ratios = torch.maximum(ratios, ratio / self.means[key])
-        return self._others(sizes) * ratios[:, None]
+        its outputs may have much in a block. Where the mix of the others gave far more than that,
+        any of them may have given it."""
+        ratios = self._relative(self.ratios.items()).clamp_(min=_LEAST_RATIO)
+        expected = self._others(sizes) * ratios[:, None]
+        surprising = self.mixes > _SURPRISE * expected.sum(1)
+        anything = torch.where(self.sizes > 0, self.mixes[:, None], 0.0)
+        return torch.where(surprising[:, None], torch.maximum(expected, anything), expected)
 
     def variances(self, importance: Tensor, threshold: float) -> dict[tuple[Kind, str], float]:
         """Those of the estimates for pairs below a threshold, if all directions of a sample had its
@@ -808,7 +848,7 @@ class AdaptiveRank:
         """Estimates within the tolerance; or why a sweep is no dearer."""
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
         apart = bool(self.kinds & WHOLE)
-        survey = Survey(*parts, must_be_linear=self.hessian, apart=apart)
+        survey = Survey(*parts, must_be_linear=self.hessian, seed=self.seed, apart=apart)
         if refutation := survey.run(stream, self.plan):
             return refutation
         told = self.risk.reduction.each(

@@ -752,8 +752,8 @@ class _Search:
             return requests
         note = (
             f"tolerance={settings.tolerance:g}: {search.sent} of {search.pairs} pairs of a sample "
-            "and a direction were sent backwards; the estimate is made of "
-            f"{len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
+            "and a direction were sent backwards, and a mix of each sample's; the estimate is made "
+            f"of {len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
         )
         self.findings.notes.append(note)
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}

@@ -67,6 +67,10 @@ class Factor:
         0 for −1."""
         raise AssertionError("this factor is never chosen from")
 
+    def mix(self, noise: Tensor) -> Tensor:
+        """Of every sample a random mix of all directions but the first, (n, …)."""
+        raise AssertionError("this factor is never chosen from")
+
     def joined(self, others: Sequence[Factor]) -> Self:
         """The factor of several batches of samples."""
         whole = copy(self)
@@ -155,6 +159,7 @@ class RankedSoftmax(Factor):
         rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
         root = loss.scale(outputs, targets).sqrt().reshape(-1, 1)
         self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :-1], rest, root)
+        self.root = root
         self._placed: tuple[Tensor, Tensor] | None = None
 
     def sizes(self, gains: Tensor | None = None) -> Tensor:
@@ -195,6 +200,23 @@ class RankedSoftmax(Factor):
         values *= rank > column.unsqueeze(-1)
         entry = self.order[rows, column].unsqueeze(-1)
         return values.scatter_(2, entry, (at * there).to(p)[..., None])
+
+    def mix(self, noise: Tensor) -> Tensor:
+        """Of every sample a random mix of all columns but the first, (n, classes).
+
+        With the classes but the likeliest, whose probabilities sum to q, these columns have the sum
+        of squares diag p − p pᵀ/q = R Rᵀ, R = diag r − p rᵀ/q with r = √p; the mix is R z for noise
+        z, one a class by rank, with E[z zᵀ] = 1. What a class alone gains is in one column of R,
+        but for its p, so that it cannot cancel there.
+        """
+        p = self.p[:, 1:]
+        rest = p.flip(1).cumsum(1)[:, -1:].clamp(min=torch.finfo(p.dtype).tiny)
+        mixed = p.sqrt() * noise[:, 1:]
+        mixed -= p / rest * mixed.sum(1, keepdim=True)
+        # The second likeliest has minus what the others have: no digits are lost near share 1.
+        mixed[:, 0] = -mixed[:, 1:].sum(1)
+        ranked = torch.cat([torch.zeros_like(mixed[:, :1]), mixed * self.root], 1)
+        return torch.empty_like(ranked).scatter_(1, self.order, ranked).to(self.dtype)
 
 
 @final

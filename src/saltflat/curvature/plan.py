@@ -323,9 +323,8 @@ def _examine_graph(
     uses = recorder.uses
     is_coupled = _coupled_not_random(risk, batch, outputs)
     proof = proof_of(risk, batch, outputs)
-    names = list(risk.parameters)
-    check_unreached(risk, batch, outputs, [n for n in names if n not in proof.reached])
-    rules, dims = dict.fromkeys(names, UNUSED), dict[str, int]()
+    check_unreached(risk, batch, outputs, [n for n in risk.parameters if n not in proof.reached])
+    rules, dims = dict.fromkeys(risk.parameters, UNUSED), dict[str, int]()
     dormant, probed, slopes = frozenset[str](), frozenset[str](), None
     if outputs.requires_grad:
         fast = fast_rules(outputs, uses, risk.leaves, proof, seed=20_210_618)
