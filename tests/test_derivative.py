@@ -475,6 +475,62 @@ class Single(Square):
         return Square.forward(ctx, x)
 
 
+class Checkpointed(nn.Module):
+    """A layer and a function of the user's, computed once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def block(self, x: Tensor) -> Tensor:
+        result: Tensor = Square.apply(self.body(x))
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(checkpoint(self.block, x, use_reentrant=False))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_second_derivatives_of_checkpointed_functions(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed once more reads the weights that stand in for the model's."""
+    model = Checkpointed().to(dtype)
+    sf.trace(model, data(dtype))
+    monkeypatch.setattr(Square, "fixed", True)
+    with pytest.raises(sf.ModelError, match=r"second derivative of the model is not the slope"):
+        sf.trace(model, data(dtype))
+
+
+class Rounded(torch.autograd.Function):
+    """x over its root mean square, in float32, whatever comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        f = x.float()
+        return (f * (f.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        f, g = x.float(), grads[0].float()
+        r = (f.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return (r * g - f * r**3 * (g * f).mean(-1, keepdim=True)).to(x.dtype)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 12])
+def test_second_derivatives_in_fewer_digits_are_not_judged(n: int) -> None:
+    """No graph shows what a function of the user's casts to; its slopes have no more digits."""
+    for scale in (0.1, 1.0, 10.0):
+        model = Between(Rounded.apply)
+        with torch.no_grad():
+            model.body.weight.mul_(scale)
+        assert not sf.trace(model, data(n=n), estimator=sf.Hutchinson(probes=4)).exact
+
+
 def test_functions_that_take_no_float64_are_not_judged() -> None:
     assert not sf.trace(Between(Single.apply), data()).exact
 

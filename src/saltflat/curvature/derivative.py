@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, isnan, sqrt
 from statistics import median_low
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -103,11 +103,7 @@ def check_derivative(
             raise ModelError(f"{_NO_DERIVATIVE}, along one direction of all parameters. {_LOOK}.")
         return
     try:
-        wide = question.widened()
-        if wide.agrees_nearby(gradients, together or batch.size):
-            return
-        _move(wide.risk)
-        blamed = wide.disagreeing(gradients)
+        blamed = question.in_float64(lambda wide: wide.blamed_nearby(gradients, together))
     except RuntimeError as error:
         if out_of_memory(error):
             raise
@@ -132,22 +128,14 @@ def check_second_derivative(risk: Risk, batch: Batch) -> None:
         return
     try:
         with torch.enable_grad():
-            question = _Question(risk, batch, torch.empty(0), _FINE).widened()
-            outputs = question.risk.forward(question.batch, Safe())
-            if narrowest(outputs) != torch.float64:
-                return
-            question = replace(question, cotangent=_noise(torch.ones_like(outputs), 5))
-            for moved in (False, True):
-                if moved:
-                    _move(question.risk)
-                if any(_FINE.same(*each) for each in question.bends()):
-                    return
-            said, bend, _ = next(question.bends())
+            question = _Question(risk, batch, torch.empty(0), _FINE)
+            found = question.in_float64(_Question.bent)
     except Exception as error:  # of a function that takes no float64, of whatever kind
         if out_of_memory(error):
             raise
         return  # what has no second derivative is told where it is needed
-    if _steady(risk, batch):
+    if found is not None and _steady(risk, batch):
+        said, bend = found
         raise ModelError(
             "The second derivative of the model is not the slope of its gradient: along one "
             f"direction of all parameters that is {bend:.4g} and autograd says {said:.4g}. Look "
@@ -584,6 +572,15 @@ class _Question:
             return True
         return all(part.agrees_with_its_own(gradients) for part in self.parts(together))
 
+    def blamed_nearby(
+        self, gradients: Mapping[str, Tensor], together: int | None
+    ) -> dict[str, tuple[float, float]]:
+        """The parameters along which slope and gradient differ, here and a little way off."""
+        if self.agrees_nearby(gradients, together or self.batch.size):
+            return {}
+        _move(self.risk)
+        return self.disagreeing(gradients)
+
     def agrees_with_its_own(self, names: Collection[str]) -> bool:
         own, _, _ = self.gradients(names)
         return replace(self, how=_NEAR).agrees_here(own) or self.agrees_here(own)
@@ -616,6 +613,26 @@ class _Question:
             )
             for step in how.steps
         )
+
+    def bent(self) -> tuple[float, float] | None:
+        """⟨u, H v⟩ by autograd and by differences, if they differ here and a little way off.
+
+        What has not the digits of float64 has differences that do not agree with each other: a
+        function may cast inside, where no graph shows it. That is not judged.
+        """
+        outputs = self.risk.forward(self.batch, Safe())
+        if narrowest(outputs) != torch.float64:
+            return None
+        question = replace(self, cotangent=_noise(torch.ones_like(outputs), 5))
+        for moved in (False, True):
+            if moved:
+                _move(self.risk)
+            found = list(question.bends())
+            if any(self.how.same(*each) for each in found):
+                return None
+        said, bend, rounding = found[0]
+        settled = any(self.how.same(bend, other, rounding + more) for _, other, more in found[1:])
+        return (said, bend) if settled else None
 
     def bends(self) -> Iterator[tuple[float, float, float]]:
         """⟨u, H v⟩ by autograd and by differences, and the rounding in these, for every step."""
@@ -692,13 +709,16 @@ class _Question:
                 blamed[name] = slope, _dot({name: gradient}, direction)
         return blamed or {"all parameters together": (float("nan"), float("nan"))}
 
-    def widened(self) -> _Question:
-        """The same in float64.
+    def in_float64(self, judge: Callable[[_Question], Answer]) -> Answer:
+        """What is found of the same question in float64.
 
         The model's own tensors stay as they are: another dtype would cut them off from graphs of
-        the user's.
+        the user's. Others stand in for them until the answer is there, as checkpointed blocks read
+        them in the backward pass too.
         """
         risk, model = copy.copy(self.risk), self.risk.model
+        if isinstance(model, torch.jit.ScriptModule):
+            raise RuntimeError("Compiled modules keep their own tensors.")
         if risk.device.type == "mps":
             risk.device = torch.device("cpu")  # there is no float64
 
@@ -714,14 +734,23 @@ class _Question:
             if state[name].data_ptr() == own.data_ptr():  # it is in float64 already
                 state[name] = state[name].clone()
             state[name].requires_grad_()
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(model, state, args, kwargs)
-
-        risk.model, risk.dtype = call, torch.float64  # type: ignore[assignment]
+        risk.dtype = torch.float64
         risk.parameters = {name: state[name] for name in risk.parameters}  # type: ignore[misc]
         batch = replace(self.batch, inputs=tree_map(wide, self.batch.inputs))
-        return _Question(risk, batch, wide(self.cotangent), _FINE)
+        question = _Question(risk, batch, wide(self.cotangent), _FINE)
+        held = {f"0.{name}": tensor for name, tensor in state.items()}
+        answer: Answer = functional_call(_Around(model), held, (partial(judge, question),))
+        return answer
+
+
+Answer = TypeVar("Answer")
+
+
+class _Around(nn.Sequential):
+    """A module that does some work, while others' tensors may stand in for a model's."""
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
 
 
 def _written(risk: Risk, batch: Batch) -> set[str]:
