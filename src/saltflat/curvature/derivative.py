@@ -140,21 +140,28 @@ def check_second_derivative(risk: Risk, batch: Batch) -> None:
             for moved in (False, True):
                 if moved:
                     _move(question.risk)
-                if any(_FINE.same(*each) for each in question.bends()):
+                compared = list(question.bends())
+                if not (names := _unlike(compared)):
                     return
-            said, bend, _ = next(question.bends())
+            said, bend, _ = compared[0][names[0]]
     except Exception as error:  # of a function that takes no float64, of whatever kind
         if out_of_memory(error):
             raise
         return  # what has no second derivative is told where it is needed
     if _steady(risk, batch):
         raise ModelError(
-            "The second derivative of the model is not the slope of its gradient: along one "
-            f"direction of all parameters that is {bend:.4g} and autograd says {said:.4g}. Look "
-            "for detach(), ctx attributes and numpy in the backward of functions of your own: "
-            "what the gradient is made of must be saved with save_for_backward and differentiated "
-            "too. Gauss–Newton quantities do not need it: curvature='ggn'."
+            "The second derivative of the model is not the slope of its gradient in "
+            f"{listed(names)}: in {names[0]} that is {bend:.4g} along one direction of all "
+            f"parameters, and autograd says {said:.4g}. Look for detach(), ctx attributes and "
+            "numpy in the backward of functions of your own: what the gradient is made of must be "
+            "saved with save_for_backward and differentiated too. Gauss–Newton quantities do "
+            "not need it: curvature='ggn'."
         )
+
+
+def _unlike(compared: Sequence[Mapping[str, tuple[float, float, float]]]) -> list[str]:
+    """The parameters in whose gradients no step shows the slope that autograd says."""
+    return [n for n in compared[0] if not any(_FINE.same(*each[n]) for each in compared)]
 
 
 _NO_DERIVATIVE = (
@@ -617,8 +624,12 @@ class _Question:
             for step in how.steps
         )
 
-    def bends(self) -> Iterator[tuple[float, float, float]]:
-        """⟨u, H v⟩ by autograd and by differences, and the rounding in these, for every step."""
+    def bends(self) -> Iterator[dict[str, tuple[float, float, float]]]:
+        """⟨v, H u⟩ over every parameter's entries by autograd, which has it as a slope of ⟨g, u⟩,
+        and by differences along u, and the rounding in these, for every step.
+
+        Of every parameter apart: one that adds next to nothing to the sum is a block all the same.
+        """
         parameters = {n: p for n, p in self.risk.parameters.items() if p.numel()}
         outputs = self.risk.forward(self.batch, Safe())
         insist_on_derivatives(outputs, parameters.values())
@@ -626,22 +637,32 @@ class _Question:
             {n: _noise(p, k + s) for k, (n, p) in enumerate(parameters.items())} for s in (3, 7)
         )
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-        own, said = list(parameters.values()), 0.0
+        own, second = list(parameters.values()), dict.fromkeys(parameters, 0.0)
         slopes = torch.autograd.grad(outputs, own, self.cotangent, create_graph=True, **options)
         first = dict(zip(parameters, slopes, strict=True))
         along = torch.stack([(g * u[n]).sum() for n, g in first.items()]).sum()
         if along.requires_grad:
-            second = torch.autograd.grad(along, own, **options)
-            said = _dot(dict(zip(parameters, second, strict=True)), v)
-        size = sum(float((g.detach() * u[n]).abs().sum()) for n, g in first.items())
+            rows = torch.autograd.grad(along, own, **options)
+            second = {n: _dot({n: row}, v) for n, row in zip(parameters, rows, strict=True)}
+        sizes = {n: float((g.detach() * v[n]).abs().sum()) for n, g in first.items()}
+        total = sum(sizes.values())
         for step in self.how.steps:
             ends = []
-            with _shifting(parameters, v) as shift:
+            with _shifting(parameters, u) as shift:
                 for signed in (step, -step):
                     shift(signed)
-                    ends.append(_dot(self.gradients(parameters)[0], u))
-            rounding = 64 * torch.finfo(torch.float64).eps * size
-            yield said, (ends[0] - ends[1]) / (2 * step), rounding / step
+                    found = self.gradients(parameters)[0]
+                    ends.append({n: _dot({n: g}, v) for n, g in found.items()})
+            # Of a step so small that rounding is all there is, what is left says nothing.
+            least = torch.finfo(torch.float64).eps / max(step, self.how.steps[0])
+            yield {
+                n: (
+                    said,
+                    (ends[0][n] - ends[1][n]) / (2 * step),
+                    least * (64 * sizes[n] + 8 * total),
+                )
+                for n, said in second.items()
+            }
 
     def gradients(self, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, torch.dtype]:
         """What autograd says, the outputs, and the least precise type on the way to them."""
