@@ -438,6 +438,44 @@ def test_it_is_missed_without_a_mix(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert float(torch.tensor(hidden(name, 6)).abs().max()) > 10
 
 
+class Beside(nn.Module):
+    """Classes with inputs of their own, beside logits that are given."""
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(classes, width).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, logits = x.split([self.weight.numel(), len(self.weight)], 1)
+        return (self.weight * own.unflatten(1, self.weight.shape)).sum(2) + logits
+
+
+def test_what_many_mixes_hide_together_is_swept() -> None:
+    """Each of a hundred samples has three times its other directions in one that has no size: no
+    mix surprises, and hardly one of these is drawn."""
+    samples, classes = 1500, 30
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randn(samples, classes, 2, generator=generator).double()
+    logits = torch.randn(samples, classes, generator=generator).double()
+    every = torch.arange(samples)
+    logits[:, 0] += 12 * torch.rand(samples, generator=generator).double()
+    few, rare = every[::15], 1 + torch.arange(100) % (classes - 1)
+    own[few] *= 3
+    logits[few, 0], logits[few, rare] = 4.0, -14.0
+    p = logits[few].softmax(1)
+    given = p * own[few].square().sum(2)
+    others = given.sum(1) - given[:, 0] - given[torch.arange(100), rare]
+    there = own[few, rare]
+    own[few, rare] = there * (3 * others / p[torch.arange(100), rare]).sqrt()[:, None]
+    own[few, rare] /= there.norm(dim=1, keepdim=True)
+    model, x = Beside(classes, 2), torch.cat([own.flatten(1), logits], 1)
+    p = logits.softmax(1)
+    truth = float((p * (1 - p) * own.square().sum(2)).sum()) / samples
+    for seed in range(5):
+        found = sf.trace(model, (x, every % 1), tolerance=0.01, seed=seed)
+        assert abs(found.total - truth) <= 5 * (found.stderr or 1e-12)
+
+
 def test_errors_count_pairs_that_were_not_drawn() -> None:
     """Those of samples with large ratios matter for one block, and are drawn by chance."""
     model, (x, _) = trained()

@@ -465,6 +465,31 @@ def test_second_derivatives_of_functions_of_the_users(
     assert sf.trace(model, data(dtype), curvature="ggn").exact
 
 
+class Aside(nn.Module):
+    """A curved branch beside torch's own, which adds next to nothing to any slope of all."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = scale
+        self.own, self.aside, self.last = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside: Tensor = Square.apply(self.aside(x))
+        return self.last(torch.tanh(self.own(x)) + self.scale * aside)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-8])
+def test_second_derivatives_of_small_blocks_are_compared_too(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Aside(scale).double()
+    sf.trace(model, data(torch.float64))
+    monkeypatch.setattr(Square, "fixed", True)
+    with pytest.raises(sf.ModelError, match=r"slope of its gradient in aside.weight"):
+        sf.trace(model, data(torch.float64))
+
+
 class Single(Square):
     """It takes float32 alone."""
 

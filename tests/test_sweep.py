@@ -185,6 +185,8 @@ def test_what_work_was_given_is_its_code_too(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="1 of the runs found"):
             swept(folder, grid(x=[1]), other)
     assert code_of(made(0.1, object())) == code_of(made(0.1, object()))  # not of where it lies
+    for one, other in ((np.float32(0.1), np.float32(0.2)), (Path("a"), Path("b"))):
+        assert code_of(partial(given, rate=one)) != code_of(partial(given, rate=other))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

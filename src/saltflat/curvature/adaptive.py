@@ -29,11 +29,12 @@ the y,
 
 with 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. Where pairs matter that were not
 drawn this is too small, and the variance is then what it would be if all directions of a sample had
-the ratio of its largest, which is known of all samples. Nor is an error stated that is less than a
-two-hundredth of the tolerance: single directions may matter that much of which neither tells. τ is
-the largest that keeps every block's error within the tolerance, with a margin, by what y/s varies
-by in the pilot, which looks where τ will about be. Where it leaves too little to save, all pairs
-are sent: an ordinary sweep.
+the ratio of its largest, which is known of all samples. Where all mixes together, whose mean is
+what all other directions give, gave far more than the estimate, all pairs are sent. Nor is an error
+stated that is less than a two-hundredth of the tolerance: single directions may matter that much of
+which neither tells. τ is the largest that keeps every block's error within the tolerance, with a
+margin, by what y/s varies by in the pilot, which looks where τ will about be. Where it leaves too
+little to save, all pairs are sent: an ordinary sweep.
 
 Samples are gathered by how many of their directions travel, so that the passes are dense; one with
 many is there several times.
@@ -89,6 +90,7 @@ _FEW = 192  # samples that they are of, about
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
 _SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
+_FAR = 3.0  # standard errors of mixes, and of directions: too far apart
 _MIXED = 2  # among the keys of random numbers
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
 _ROUNDS = 3
@@ -100,6 +102,7 @@ _WIDEST = 16  # directions that a sample of a batch is sent with
 _BATCH = 150.0  # gradients of a sample that a batch less is worth
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
+_HIDDEN = "mixes of directions gave far more than the directions that were chosen from them"
 _APART = "one direction tells of the others only with the classes of one place and cross-entropy"
 
 
@@ -611,7 +614,15 @@ class Leading:
         # ‖Jᵀu‖²/|u|² of every sample, of every block and of all of them.
         self.ratios = {key: (y / size).nan_to_num(0, 0, 0) for key, y in self.sums(self.parts)}
         self.means = {key: float(y.sum() / size.sum()) for key, y in self.sums(self.parts)}
-        self.mixes = self._relative(self.sums({key: y[1::2] for key, y in both.items()}))
+        mixes = dict(self.sums({key: y[1::2] for key, y in both.items()}))
+        self.mixes = self._relative(mixes.items())
+        # A mix has on average what all other directions of its sample give, and no more noise than
+        # a square of a Gaussian number: 2 E² of a mean E, of which the leading direction tells.
+        rest = self.sizes.sum(1)
+        self.mixed = {
+            k: (float(y.sum()), sqrt(2 * float(y @ (self.ratios[k] * rest))))
+            for k, y in mixes.items()
+        }
 
     def _relative(self, numbers: Iterable[tuple[tuple[Kind, str], Tensor]]) -> Tensor:
         """Of every sample, by what a size gives on average, in the block where that is largest."""
@@ -688,7 +699,7 @@ class Drawn:
         self.leading = {k: float(y.sum()) / scale for k, y in Leading.sums(leading.parts)}
         self.least = dict.fromkeys(self.parts, 0.0)  # variances
         self._variances: dict[tuple[Kind, str], tuple[float, float]] = {}
-        self.whole = leading.whole
+        self.whole, self.mixed = leading.whole, leading.mixed
         lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
         self.lots = done.reduction.totals(lots, done.risk.device)
 
@@ -728,6 +739,14 @@ class Drawn:
                 ratios = y[self.drawn] / self.pairs.unit
                 most = max(most, float(ratios.std()) * sqrt(more) / total)
         return most
+
+    def hides(self) -> bool:
+        """Whether all mixes together gave far more than is estimated of what they are made of."""
+        return any(
+            total / self.scale - float(self.parts[key].sum())
+            > _FAR * (noise / self.scale + self.error(key)[0])
+            for key, (total, noise) in self.mixed.items()
+        )
 
     def _draws(self, whole: Tensor, lots: Tensor, more: float) -> Tensor:
         """Independent estimates, one a group of the drawn pairs, by the groups' sums.
@@ -902,7 +921,7 @@ class AdaptiveRank:
                 continue
             estimate.bound(leading.variances(importance, threshold), self.settings.tolerance)
             if estimate.within(self.settings.tolerance):
-                return estimate
+                return _HIDDEN if estimate.hides() else estimate
             noise = estimate.noise()
         return "the tolerance was missed again and again"
 

@@ -134,14 +134,15 @@ def check_second_derivative(risk: Risk, batch: Batch) -> None:
         if out_of_memory(error):
             raise
         return  # what has no second derivative is told where it is needed
-    if found is not None and _steady(risk, batch):
-        said, bend = found
+    if found and _steady(risk, batch):
+        name, (said, bend) = next(iter(found.items()))
         raise ModelError(
-            "The second derivative of the model is not the slope of its gradient: along one "
-            f"direction of all parameters that is {bend:.4g} and autograd says {said:.4g}. Look "
-            "for detach(), ctx attributes and numpy in the backward of functions of your own: "
-            "what the gradient is made of must be saved with save_for_backward and differentiated "
-            "too. Gauss–Newton quantities do not need it: curvature='ggn'."
+            "The second derivative of the model is not the slope of its gradient in "
+            f"{listed(list(found))}: in {name} that is {bend:.4g} along one direction of all "
+            f"parameters, and autograd says {said:.4g}. Look for detach(), ctx attributes and "
+            "numpy in the backward of functions of your own: what the gradient is made of must be "
+            "saved with save_for_backward and differentiated too. Gauss–Newton quantities do "
+            "not need it: curvature='ggn'."
         )
 
 
@@ -614,28 +615,39 @@ class _Question:
             for step in how.steps
         )
 
-    def bent(self) -> tuple[float, float] | None:
-        """⟨u, H v⟩ by autograd and by differences, if they differ here and a little way off.
+    def bent(self) -> dict[str, tuple[float, float]]:
+        """The parameters in whose gradients no step shows the slope that autograd says, here and a
+        little way off; with ⟨v, H u⟩ over their entries by autograd and by differences.
 
         What has not the digits of float64 has differences that do not agree with each other: a
         function may cast inside, where no graph shows it. That is not judged.
         """
         outputs = self.risk.forward(self.batch, Safe())
         if narrowest(outputs) != torch.float64:
-            return None
-        question = replace(self, cotangent=_noise(torch.ones_like(outputs), 5))
+            return {}
+        question, same = replace(self, cotangent=_noise(torch.ones_like(outputs), 5)), self.how.same
         for moved in (False, True):
             if moved:
                 _move(self.risk)
-            found = list(question.bends())
-            if any(self.how.same(*each) for each in found):
-                return None
-        said, bend, rounding = found[0]
-        settled = any(self.how.same(bend, other, rounding + more) for _, other, more in found[1:])
-        return (said, bend) if settled else None
+            first, *others = question.bends()
+            steps = first, *others
+            unlike = [n for n in first if not any(same(*each[n]) for each in steps)]
+            if not unlike:
+                return {}
+        found = {}
+        for name in unlike:
+            said, bend, rounding = first[name]
+            rest = (each[name] for each in others)
+            if any(same(bend, other, rounding + more) for _, other, more in rest):
+                found[name] = said, bend
+        return found
 
-    def bends(self) -> Iterator[tuple[float, float, float]]:
-        """⟨u, H v⟩ by autograd and by differences, and the rounding in these, for every step."""
+    def bends(self) -> Iterator[dict[str, tuple[float, float, float]]]:
+        """⟨v, H u⟩ over every parameter's entries by autograd, which has it as a slope of ⟨g, u⟩,
+        and by differences along u, and the rounding in these, for every step.
+
+        Of every parameter apart: one that adds next to nothing to the sum is a block all the same.
+        """
         parameters = {n: p for n, p in self.risk.parameters.items() if p.numel()}
         outputs = self.risk.forward(self.batch, Safe())
         insist_on_derivatives(outputs, parameters.values())
@@ -643,22 +655,32 @@ class _Question:
             {n: _noise(p, k + s) for k, (n, p) in enumerate(parameters.items())} for s in (3, 7)
         )
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-        own, said = list(parameters.values()), 0.0
+        own, second = list(parameters.values()), dict.fromkeys(parameters, 0.0)
         slopes = torch.autograd.grad(outputs, own, self.cotangent, create_graph=True, **options)
         first = dict(zip(parameters, slopes, strict=True))
         along = torch.stack([(g * u[n]).sum() for n, g in first.items()]).sum()
         if along.requires_grad:
-            second = torch.autograd.grad(along, own, **options)
-            said = _dot(dict(zip(parameters, second, strict=True)), v)
-        size = sum(float((g.detach() * u[n]).abs().sum()) for n, g in first.items())
+            rows = torch.autograd.grad(along, own, **options)
+            second = {n: _dot({n: row}, v) for n, row in zip(parameters, rows, strict=True)}
+        sizes = {n: float((g.detach() * v[n]).abs().sum()) for n, g in first.items()}
+        total = sum(sizes.values())
         for step in self.how.steps:
             ends = []
-            with _shifting(parameters, v) as shift:
+            with _shifting(parameters, u) as shift:
                 for signed in (step, -step):
                     shift(signed)
-                    ends.append(_dot(self.gradients(parameters)[0], u))
-            rounding = 64 * torch.finfo(torch.float64).eps * size
-            yield said, (ends[0] - ends[1]) / (2 * step), rounding / step
+                    found = self.gradients(parameters)[0]
+                    ends.append({n: _dot({n: g}, v) for n, g in found.items()})
+            # Of a step so small that rounding is all there is, what is left says nothing.
+            least = torch.finfo(torch.float64).eps / max(step, self.how.steps[0])
+            yield {
+                n: (
+                    said,
+                    (ends[0][n] - ends[1][n]) / (2 * step),
+                    least * (64 * sizes[n] + 8 * total),
+                )
+                for n, said in second.items()
+            }
 
     def gradients(self, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, torch.dtype]:
         """What autograd says, the outputs, and the least precise type on the way to them."""

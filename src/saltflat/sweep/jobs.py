@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
-from pathlib import Path
+from numbers import Number
+from pathlib import Path, PurePath
 from time import perf_counter
 from types import FunctionType, ModuleType
 from typing import final
@@ -140,7 +141,7 @@ def _plain(value: object) -> Iterator[object]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _plain(each)
-    elif isinstance(value, str | int | float | bool):
+    elif isinstance(value, str | bytes | Number | PurePath):  # Number: NumPy's are too
         yield value
 
 
