@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from dense import Dense
+from scipy.stats import norm
 from scipy.stats import t as student
 from torch import Tensor, nn
 from untouched import assert_untouched, fingerprint
@@ -104,6 +105,45 @@ def test_errors_are_calibrated() -> None:
             holds += abs(scores[-1]) <= student.ppf(0.975, found.degrees)
     assert 0.7 < math.sqrt(sum(z**2 for z in scores) / len(scores)) < 1.35
     assert holds >= 52
+
+
+def learnt(classes: int, epochs: int, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network trained on clusters, one a class, and some of the data that it has learnt."""
+    torch.manual_seed(0)
+    y = torch.randint(classes, (4000,))
+    x = (torch.randn(classes, 4)[y] + 0.5 * torch.randn(4000, 4)).double()
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, classes)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(epochs):
+        for part in torch.randperm(len(x)).split(200):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+            optimizer.step()
+    return model, x[:samples], y[:samples]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("classes", "epochs"), [(220, 100), (300, 10)])
+def test_errors_of_networks_that_have_learnt_are_calibrated(classes: int, epochs: int) -> None:
+    """Each block and the sum, 400 seeds: what Student's t with the stated degrees makes of an error
+    is normal. The bounds would each be missed by chance about once in three hundred times."""
+    model, x, y = learnt(classes, epochs, 200)
+    dense = Dense(model, x, y)
+    truth = {name: float(block.trace()) for name, block in dense.blocks(dense.hessian).items()}
+    tails: dict[str, list[float]] = {name: [] for name in (*truth, "")}
+    for seed in range(400):
+        found = sf.trace(model, (x, y), tolerance=0.1, seed=seed)
+        assert not found.exact
+        z = (found.total - sum(truth.values())) / found.stderr
+        tails[""].append(2 * student.sf(abs(z), found.degrees))
+        for name, detail in found.details.items():
+            z = (float(detail.value) - truth[name]) / float(detail.stderr)
+            tails[name].append(2 * student.sf(abs(z), detail.degrees))
+    for each in tails.values():
+        scores = [norm.isf(p / 2) for p in each]
+        assert 0.89 < math.sqrt(sum(z**2 for z in scores) / len(scores)) < 1.11
+        assert sum(p > 0.05 for p in each) >= 367
+        assert sum(p > 0.01 for p in each) >= 390
 
 
 def test_without_the_likeliest_classes_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
