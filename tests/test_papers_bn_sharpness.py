@@ -57,6 +57,10 @@ def test_what_is_run():
             for decay in (0.0, 5e-4)
         }
         assert {s["batch"] for s in full} == {batch}
+        small = table.runs("small")
+        assert [(s["algorithm"], s["decay"], s["seed"]) for s in small] == [
+            (s["algorithm"], s["decay"], s["seed"]) for s in full
+        ]
     headline = HEADLINE.runs("full")
     assert headline == TABLE_2.runs("full")[: len(headline)]  # they come first there too
     assert all(len({s["seed"] for s in each.runs("small")}) == 5 for each in ALL)

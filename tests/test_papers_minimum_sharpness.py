@@ -289,6 +289,14 @@ def test_approximations_come_near_with_draws_and_the_code_s_does_not() -> None:
     figure_3.draw(runs).canvas.draw()
 
 
+def test_errors_do_not_depend_on_the_portions_of_a_gradient(monkeypatch) -> None:
+    setting: Settings = {"network": "cnn", "n": 10, "seed": 0, "draws": 2}
+    (whole,) = figure_3.work([setting], CPU)
+    monkeypatch.setattr(figure_3, "_PORTION", 4)  # the last one has two samples
+    (portions,) = figure_3.work([setting], CPU)
+    assert portions["arxiv"] == pytest.approx(whole["arxiv"], rel=1e-9)
+
+
 def test_each_seed_has_its_own_network_and_images() -> None:
     model, x, _ = case("fcnn", 10, 0, CPU)
     other, z, _ = case("fcnn", 10, 1, CPU)
