@@ -176,7 +176,22 @@ def test_rows_and_picture_of_known_numbers(experiment, tmp_path):
     assert f"{first['network']}, 50,000 images in batches of {first['batch']:,}" in gain.note
     none = {row.what: row for row in experiment.rows(invented(experiment, gain=0.0))}
     assert none["SGDS-0-5e-4 above SGD (points)"].ours == pytest.approx(0)
-    experiment.draw(invented(experiment)).savefig(tmp_path / "figure.png")
+    figure = experiment.draw(invented(experiment))
+    figure.savefig(tmp_path / "figure.png")
+    first, second, *_ = drawn_errors(figure.axes[-1])
+    assert first == pytest.approx((82, (2.5 / 5) ** 0.5))
+    assert second == pytest.approx((83, (2.5 / 5) ** 0.5))
+    names = [tick.get_text() for tick in figure.axes[-1].get_xticklabels()]
+    assert len(names) == len({(s["algorithm"], s["decay"]) for s in experiment.runs("full")})
+    assert names[0] == "SGD-5e-4"
+
+
+def drawn_errors(axes):
+    """The means of a picture with their errors, one an algorithm."""
+    for bar in axes.containers:
+        line, _, (spread,) = bar
+        (low, high) = spread.get_segments()[0][:, 1]
+        yield line.get_ydata()[0], (high - low) / 2
 
 
 def test_published_numbers():
@@ -217,5 +232,5 @@ def test_what_is_done_is_not_done_again(tiny, tmp_path):
 def test_the_small_size(experiment, tmp_path):
     result = reproduce(experiment, "small", folder=tmp_path, progress=False)
     rows = [row for row in result.rows if row.what.startswith("test accuracy")]
-    assert len(rows) == 3
+    assert len(rows) == len(experiment.runs("small")) // 5
     assert all(row.ours > 15 for row in rows)  # of ten classes, after minutes on few images

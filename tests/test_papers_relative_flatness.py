@@ -340,7 +340,12 @@ def test_table_2_names_its_shapes_synthetic() -> None:
     assert gain.ours == pytest.approx(0.02)
     assert gain.error == pytest.approx(0.0, abs=1e-9)
     assert gain.published == pytest.approx(0.0712)
-    assert len(table_2.draw(made_up_shapes()).axes) == 3
+    figure = table_2.draw(made_up_shapes())
+    assert len(figure.axes) == 3
+    assert len(bars(figure)) == 2 * len(table_2.PUBLISHED)  # of both sets
+    line, _, (spread,) = bars(figure)[2]
+    assert line.get_ydata()[0] == pytest.approx(0.8 + 0.002)
+    assert np.diff(spread.get_segments()[0][:, 1]) == pytest.approx(2 * 0.1 * (2.5 / 5) ** 0.5)
     assert [run["seed"] for run in table_2.runs("full")] == [s for s in range(5) for _ in range(3)]
 
 

@@ -50,11 +50,13 @@ def mean_row(
     return Row(what, mean, error, published, note)
 
 
-def draw_seeds(axes: Axes, place: int, values: Sequence[float]) -> None:
+def draw_seeds(
+    axes: Axes, place: float, values: Sequence[float], colour: str, label: str | None = None
+) -> None:
     """Every seed as a point, and beside them the mean with its standard error."""
     mean, error = mean_and_error(values)
-    axes.plot([place - 0.15] * len(values), values, "o", ms=4, alpha=0.6, c=f"C{place}")
-    axes.errorbar(place + 0.1, mean, error or 0.0, fmt="_", ms=14, capsize=4, c=f"C{place}")
+    axes.plot([place - 0.15] * len(values), values, "o", ms=4, alpha=0.6, c=colour, label=label)
+    axes.errorbar(place + 0.1, mean, error or 0.0, fmt="_", ms=14, capsize=4, c=colour)
 
 
 def label_decades(axis: Axis) -> None:

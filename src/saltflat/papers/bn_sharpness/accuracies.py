@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from saltflat.papers.columns import column, mean_row
+from saltflat.papers.columns import column, draw_seeds, mean_row
 from saltflat.papers.experiment import Row
 from saltflat.sweep import Run
 
@@ -69,9 +69,24 @@ def curves(axes: Axes, runs: Sequence[Run], name: str, published: Published) -> 
             continue
         values: NDArray[np.float64] = np.array([run[name] for run in some], dtype=float)
         epochs = 1 + np.arange(values.shape[1])
-        colour, style = f"C{index % 4}", "-" if decay else "--"
+        colour, style = _colour(index), "-" if decay else "--"
         axes.plot(epochs, values.mean(0), style, color=colour, label=label(algorithm, decay))
         axes.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.15)
     axes.set_xlabel("epoch")
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
+
+
+def seeds(axes: Axes, runs: Sequence[Run], published: Published) -> None:
+    """The accuracy of every network in the end, and the means with their standard errors."""
+    shown = [(index, key) for index, key in enumerate(published) if _of(runs, *key)]
+    for place, (index, key) in enumerate(shown):
+        draw_seeds(axes, place, [*_of(runs, *key).values()], _colour(index))
+    axes.set_xticks(range(len(shown)), [label(*key) for _, key in shown], rotation=30, ha="right")
+    axes.set_title("in the end: seeds, mean ± s.e.", fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def _colour(index: int) -> str:
+    """By algorithm: the papers' tables list them in the same order with and without decay."""
+    return f"C{index % 4}"

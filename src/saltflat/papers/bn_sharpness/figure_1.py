@@ -49,13 +49,14 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 def draw(runs: Sequence[Run]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    left, right, last = figure.subplots(1, 3, width_ratios=(2, 2, 1))
     accuracies.curves(left, runs, "accuracies", _PUBLISHED)
     left.set_ylabel("test accuracy (%)")
     accuracies.curves(right, runs, "losses", _PUBLISHED)
     right.set_ylabel("training loss, augmented images (nats)")
     right.legend()
+    accuracies.seeds(last, runs, _PUBLISHED)
     return figure
 
 

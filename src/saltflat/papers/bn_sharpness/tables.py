@@ -76,11 +76,16 @@ def _rate(algorithm: str, batch: int) -> float:
 def draw(published: accuracies.Published, runs: Sequence[Run]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    accuracies.curves(axes, runs, "accuracies", published)
-    axes.set_ylabel("test accuracy (%)")
-    axes.legend(fontsize="small")
+    decays = sorted({run["decay"] for run in runs}, reverse=True)
+    figure = Figure(figsize=(4.5 * (len(decays) + 1), 4.2), layout="constrained")
+    *panels, last = figure.subplots(1, len(decays) + 1)
+    for axes, decay in zip(panels, decays, strict=True):
+        some = [run for run in runs if run["decay"] == decay]
+        accuracies.curves(axes, some, "accuracies", published)
+        axes.set_title(f"weight decay {decay:g}: mean, least and largest", fontsize=10)
+        axes.legend(fontsize="small")
+    accuracies.seeds(last, runs, published)
+    panels[0].set_ylabel("test accuracy (%)")
     return figure
 
 

@@ -200,7 +200,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("accuracy", "relative_flatness"), strict=True):
         for place, some in enumerate(by_method.values()):
-            draw_seeds(axes, place, column(some, name))
+            draw_seeds(axes, place, column(some, name), f"C{place}")
         labels = [method.replace(", ", "\n") for method in by_method]
         axes.set_xticks(range(len(by_method)), labels, fontsize=8)
         axes.set_xlim(-0.6, len(by_method) - 0.4)

@@ -247,7 +247,7 @@ def draw(runs: Sequence[Run]) -> Figure:
             epochs = range(1, len(run["dev_losses"]) + 1)
             label = method if run is some[0] else None
             left.plot(epochs, run["dev_losses"], c=f"C{place}", alpha=0.7, label=label)
-        draw_seeds(right, place, column(some, "accuracy"))
+        draw_seeds(right, place, column(some, "accuracy"), f"C{place}")
     left.set_xlabel("epoch")
     left.locator_params(axis="x", integer=True)
     left.set_ylabel("loss on the development set")
