@@ -547,7 +547,14 @@ def test_the_digits_are_what_they_were() -> None:
     assert torch.equal(data.train_x, digits()[0])
 
 
-SETS = [origins.MNIST, origins.FASHION_MNIST, origins.CIFAR10, origins.CIFAR100, origins.SVHN]
+SETS = [
+    origins.MNIST,
+    origins.FASHION_MNIST,
+    origins.CIFAR10,
+    origins.CIFAR100,
+    origins.SVHN,
+    origins.RTE,
+]
 
 
 @pytest.mark.parametrize("origin", SETS, ids=lambda origin: origin.name)
@@ -559,11 +566,21 @@ def test_every_file_has_a_checksum_and_every_set_a_function(origin: Origin) -> N
             get(download=False)
 
 
-def test_rte_has_its_numbers(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"2490.*\(2, 2\)"):
-        rte(write(tmp_path, dict.fromkeys(("train.tsv", "dev.tsv"), SENTENCES.encode())))
+def test_rte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = dict.fromkeys(("train.tsv", "dev.tsv"), SENTENCES.encode())
+    with pytest.raises(LoadError, match=r"train\.tsv .* checksum"):
+        rte(write(tmp_path / "other", files))
     with pytest.raises(MissingData, match=r"RTE\.zip"):
         rte(download=False)
+    (form,) = origins.RTE.forms
+    hashes = {name: hashlib.md5(content).hexdigest() for name, content in files.items()}
+    own = replace(origins.RTE, forms=(replace(form, files=hashes),))
+    monkeypatch.setattr(origins, "RTE", own)
+    data = rte(tmp_path / "other")
+    assert len(data.train.labels) == len(data.dev.labels) == 2
+
+
+def test_minilm_has_checksums() -> None:
     assert all(len(digest) == 64 for digest in origins._MINILM.files.values())
 
 

@@ -28,7 +28,7 @@ from saltflat.datasets.augmentation import Step, compose, crop, cutout, flip
 from saltflat.datasets.batches import Batches, noisy
 from saltflat.datasets.data import RTE, Data, Pairs
 from saltflat.datasets.sources import Origin, files, keep, load
-from saltflat.errors import LoadError, MissingDependency
+from saltflat.errors import MissingDependency
 
 __all__ = [
     "RTE",
@@ -53,7 +53,6 @@ __all__ = [
 
 _TRAIN = 1437  # four fifths
 _SEED = 0
-_COUNTS = (2490, 277)  # of RTE
 
 
 def digits() -> Data:
@@ -175,8 +174,7 @@ def rte(folder: str | Path | None = None, *, download: bool = True, progress: bo
     """Recognizing Textual Entailment as collected by GLUE (Wang et al., 2019): 2490 and 277 pairs.
 
     Labels are 0 for "entailment" and 1 for "not_entailment". The parameters are those of `mnist`.
-    Files are `train.tsv` and `dev.tsv`, or `RTE.zip`; there is no official checksum of them, so
-    that only their form and their numbers are checked.
+    Files are `train.tsv` and `dev.tsv`, or `RTE.zip`.
 
     Examples
     --------
@@ -186,9 +184,6 @@ def rte(folder: str | Path | None = None, *, download: bool = True, progress: bo
     """
     found = files(origins.RTE, folder, download, progress)
     data: RTE = found.form.decode(found.contents)
-    counts = (len(data.train.labels), len(data.dev.labels))
-    if counts != _COUNTS:
-        raise LoadError(f"RTE has {_COUNTS} pairs. {found.where} has {counts}.")
     return data
 
 

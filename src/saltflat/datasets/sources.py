@@ -54,7 +54,7 @@ _DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 class Form:
     """Files that make up a data set together, as one of its publishers packed them."""
 
-    files: Mapping[str, str | None]  # name -> MD5 or SHA-256 of what is in it, once unpacked
+    files: Mapping[str, str]  # name -> MD5 or SHA-256 of what is in it, once unpacked
     decode: Callable[[Contents], Any]
     folders: tuple[str, ...]  # what the folder of these files is called
     archives: Mapping[str, str] = field(default_factory=dict)  # name -> the folder in the archive
@@ -235,11 +235,9 @@ def _reading(path: Path) -> Iterator[None]:
         raise LoadError(f"{path} cannot be read: {error}. Is it complete?") from error
 
 
-def _check(name: str, content: bytes | None, digest: str | None, words: str) -> None:
+def _check(name: str, content: bytes | None, digest: str, words: str) -> None:
     if content is None:
         raise LoadError(f"{words} holds no {name}.")
-    if digest is None:
-        return
     got = _HASHES[len(digest)](content).hexdigest()
     if got != digest:
         raise LoadError(
