@@ -166,7 +166,8 @@ def draw_times(runs: Sequence[Run], methods: Mapping[str, str], title: str) -> F
         axes.errorbar(weights, middle, spread, fmt="osD^"[place] + "-", capsize=3, label=label)
     axes.set(xscale="log", yscale="log")
     sizes = [run["size"] for run in ordered]
-    axes.set_xticks([size**2 for size in sizes], [f"{size}×{size}" for size in sizes])
+    names = [f"{size}×{size}" for size in sizes]
+    axes.set_xticks([size**2 for size in sizes], names, rotation=30, ha="right")
     axes.minorticks_off()
     label_decades(axes.yaxis)
     axes.set_xlabel("weights of the layer")
