@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from agree import agrees
 from cases import CASES, Case, cast
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import saltflat as sf
 from saltflat.curvature.fused import patches, sums_over_positions
@@ -224,3 +227,31 @@ def test_patches_of_other_layouts_are_left_to_torch() -> None:
     geometry = (3, 3), (1, 1), (1, 1), (1, 1), (8, 8)
     for other in (x.double(), x.mT, x.to(memory_format=torch.channels_last), x.cpu(), x[:0]):
         assert patches(other, *geometry) is None
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """A group of one rank: nccl takes no two on the same GPU."""
+    where = f"file://{tmp_path / 'group'}"
+    dist.init_process_group("nccl", init_method=where, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.usefixtures("nccl")
+def test_sums_by_way_of_nccl(sharded: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 6, generator=generator, dtype=torch.float64).cuda()
+    batches = [*zip(x.split(16), (torch.arange(30).cuda() % 3).split(16), strict=True)]
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double().cuda()
+    alone = sf.trace(model, batches)
+    other = copy.deepcopy(model)
+    if sharded:
+        fully_shard(other[0])
+        fully_shard(other)
+    together = sf.trace(other, batches, distributed=True)
+    assert together.exact
+    assert together.keys() == alone.keys()
+    for name, value in alone.items():
+        assert together[name] == pytest.approx(value, rel=1e-12), name
