@@ -301,7 +301,7 @@ class Curvature:
         each = self._looked / plan.samples
         most = plan.chunk(self.settings.budget(self.risk.device), 16)
         few, many = (first.size if plan.coupled else min(n, most) for n in (_TIMED, _MANY_TIMED))
-        few, repeats = (many, 1) if self.risk.device.type == "cuda" else (few, 2)
+        repeats = 1 if self.risk.device.type == "cuda" else 2
         if gradients * samples * each > LONG:
             times = (halving(lambda size: self._gradient(first, size), few) for _ in range(repeats))
             each = min(times)
