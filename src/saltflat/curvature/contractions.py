@@ -142,18 +142,22 @@ def squares_by_gram(
     float64, or from the gradients if it was that already."""
     gram = inner.mT @ inner if gram is None else gram
     squares, lost = gram_squares(parts, inner, gram, cancellation)
-    if not bool(lost.any()):
-        return squares
+    if bool(lost.any()):
+        squares[lost] = _once_more(parts, inner, lost, cancellation).to(squares)
+    return squares
+
+
+def _once_more(
+    parts: Sequence[Tensor], inner: Tensor, lost: Tensor, cancellation: float = CANCELLATION
+) -> Tensor:
+    """Σ_d ‖G_d‖² of those of the matrices that are lost."""
     parts, inner = [part[lost] for part in parts], inner[lost]
     if inner.dtype != torch.float64:
         room = wide_cancellation(inner.dtype, cancellation)
-        again = squares_by_gram([part.double() for part in parts], inner.double(), room)
-    else:
-        gradients = (part @ inner.mT for part in parts)
-        norms = [torch.linalg.vector_norm(each, dim=(1, 2)) for each in gradients]
-        again = torch.stack(norms).square().sum(0)
-    squares[lost] = again.to(squares)
-    return squares
+        return squares_by_gram([part.double() for part in parts], inner.double(), room)
+    gradients = (part @ inner.mT for part in parts)
+    norms = [torch.linalg.vector_norm(each, dim=(1, 2)) for each in gradients]
+    return torch.stack(norms).square().sum(0)
 
 
 def gram_squares(
@@ -177,14 +181,57 @@ def wide_cancellation(dtype: torch.dtype, cancellation: float = CANCELLATION) ->
     return cancellation * torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
 
 
-def _trace_gram(left: Each, right: Tensor) -> Tensor:
-    n, groups, _, positions = right.shape
-    totals = torch.zeros(n, dtype=torch.float64, device=right.device)
+@final
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """Squares of some samples by a Gram matrix, of which some may be lost."""
+
+    rows: slice
+    parts: Sequence[Tensor]
+    inner: Tensor
+    squares: Tensor
+    lost: Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Totals of samples that a GPU is at work on.
+
+    `settled` computes those once more in which too many digits cancel. To ask for them waits for
+    the GPU, which should have other work by then.
+    """
+
+    totals: Tensor
+    doubts: Sequence[_Doubt] = ()
+
+    def settled(self) -> Tensor:
+        for doubt in self.doubts:
+            if bool(doubt.lost.any()):
+                again = _once_more(doubt.parts, doubt.inner, doubt.lost)
+                doubt.squares[doubt.lost] = again.to(doubt.squares)
+                self.totals[doubt.rows] = _over_groups(doubt.squares, self.totals[doubt.rows])
+        return self.totals
+
+
+def _trace_gram(left: Each, right: Tensor) -> Begun:
+    n, _, _, positions = right.shape
+    totals, doubts = torch.zeros(n, dtype=torch.float64, device=right.device), []
     for rows in row_blocks(right, positions * positions):
-        parts = [flat(delta[rows]) for delta in left]
-        squares = squares_by_gram(parts, flat(right[rows]))
-        totals[rows] = squares.reshape(-1, groups).sum(1, dtype=torch.float64)
-    return totals
+        parts, inner = [flat(delta[rows]) for delta in left], flat(right[rows])
+        squares, lost = gram_squares(parts, inner, inner.mT @ inner)
+        doubts.append(_Doubt(rows, parts, inner, squares, lost))
+        totals[rows] = _over_groups(squares, totals[rows])
+    return Begun(totals, doubts)
+
+
+def _settled_gram(left: Each, right: Tensor) -> Tensor:
+    return _trace_gram(left, right).settled()
+
+
+def _over_groups(squares: Tensor, totals: Tensor) -> Tensor:
+    """The squares of every sample's groups, added up to what becomes its total."""
+    return squares.reshape(len(totals), -1).sum(1, dtype=totals.dtype)
 
 
 def _squares_gram(left: Each, right: Tensor) -> Tensor:
@@ -485,6 +532,10 @@ class Term(ABC):
         norms: Tensor = torch.linalg.vector_norm(each, dim=2)
         return _weighted(norms.double().square(), sign)
 
+    def begun_traces(self, sign: Tensor | None) -> Begun:
+        """The same, at which a GPU may still be at work."""
+        return Begun(self.traces(sign))
+
     @abstractmethod
     def direction(self, d: int) -> Term:
         """One direction of it."""
@@ -566,12 +617,20 @@ class Outer(Term):
         return self.layout.assemble(result)
 
     def traces(self, sign: Tensor | None) -> Tensor:
+        return self.begun_traces(sign).settled()
+
+    def begun_traces(self, sign: Tensor | None) -> Begun:
         left, right = self.left, self.right
         a, positions = left[0].shape[2:]
         b, directions = right.shape[2], len(left)
         if positions * (directions * a + b) >= directions * a * b:
-            return _trace_gradient(left, right, sign)
-        return _apart(_trace_gram, left, right, sign)
+            return Begun(_trace_gradient(left, right, sign))
+        return self._traces_by_gram(sign)
+
+    def _traces_by_gram(self, sign: Tensor | None) -> Begun:
+        if sign is None:
+            return _trace_gram(self.left, self.right)
+        return Begun(_apart(_settled_gram, self.left, self.right, sign))
 
     def squares(self, count: int) -> Tensor:
         left, right = self.left, self.right
@@ -602,7 +661,7 @@ class Outer(Term):
         b, directions = self.right.shape[2], len(self.left)
         few = positions**2 * (directions * a + b) < directions * a * b
         if few or not self._by_gradient():
-            return self.diagonal(sign), _apart(_trace_gram, self.left, self.right, sign)
+            return self.diagonal(sign), self._traces_by_gram(sign).settled()
         traces = torch.zeros(len(self.right), dtype=torch.float64, device=self.right.device)
         diagonal = _diagonal_gradient(self.left, self.right, sign, traces)
         return self.layout.assemble(diagonal), traces

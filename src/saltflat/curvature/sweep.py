@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, Protocol, final, get_args
@@ -94,6 +94,7 @@ def reduce(
 ) -> Iterator[tuple[Kind, Tensor]]:
     """The wanted quantities of one term; each is a sum over directions and samples.
 
+    A trace is among them beside a diagonal alone: by itself it is begun and settled later.
     `apart` is given the samples' parts of it, of `APART`.
 
     The magnitude is Σ |s| G² beside the diagonal's Σ s G²: what the diagonal's rounding is relative
@@ -110,9 +111,6 @@ def reduce(
         yield "trace", diagonal.sum(dtype=torch.float64)
     elif "diagonal" in kinds:
         yield "diagonal", term.diagonal(sign)
-    elif "trace" in kinds:
-        apart["trace"] = term.traces(sign)
-        yield "trace", apart["trace"].sum()
     if "magnitude" in kinds and sign is not None:
         yield "magnitude", term.diagonal(None)
     for kind, form in FORMS.items():
@@ -472,31 +470,29 @@ class Pass(ABC):
         count, and whether alike. `begins` of the first samples of all."""
         if plan.channels_last:
             chunk = channels_last(chunk)
-        passed = self._passed(chunk, plan, begins)
-        if passed is None:
-            return Refutation(replace(plan, coupled=True))
+        known = bool(plan.passed) and plan.seen is chunk
+        passed = plan.passed.pop() if known else self._passed(chunk)
         outputs, uses, proof = passed.outputs, passed.uses, passed.proof
-        plan = self._waking(self._plan(plan, chunk, outputs, uses, proof), chunk, passed)
+        look, plan = plan, self._plan(plan, chunk, outputs, uses, proof)
+        plan = self._waking(plan, chunk, passed)
         if refutation := self._refutation(plan, chunk, outputs, proof):
             return refutation
         place = self._offset + self.samples
         measured = Chunk(chunk, outputs, uses, plan, index, first, place)
         if outputs.requires_grad and (refutation := self.measure(measured)):
             return refutation
+        # Asked last: small passes, for which a GPU that has work does not stand still.
+        alone = known or not begins or as_probed(self.risk, look, chunk, outputs)
+        if not (alone and self._company.is_indifferent(chunk, outputs, plan.rounding)):
+            return Refutation(replace(plan, coupled=True))
         for name in self.requests:
             self.rules.setdefault(name, set()).add(plan.rules[name])
         return self.loss.census(outputs, chunk.targets)
 
-    def _passed(self, chunk: Batch, plan: Plan, begins: bool) -> Passed | None:
-        """Put a chunk through the model, if the look at it has not done so; None if samples that
-        were looked at have other outputs here."""
-        if plan.passed and plan.seen is chunk:
-            return plan.passed.pop()
+    def _passed(self, chunk: Batch) -> Passed:
         recorder = Recorder(self.risk.leaves)
         outputs = self.risk.forward(chunk, recorder)
         self.risk.check(outputs, chunk)
-        if begins and not as_probed(self.risk, plan, chunk, outputs):
-            return None
         proof = proof_of(self.risk, chunk, outputs, self.loss)
         return Passed(outputs, recorder.uses, proof)
 
@@ -512,8 +508,6 @@ class Pass(ABC):
         mistaken = taken_for_cross_entropy(self.loss, self.risk) and not proof.log_probabilities
         if plan.coupled or mistaken or not self.copes(known):
             return Refutation(known)
-        if not self._company.is_indifferent(chunk, outputs, plan.rounding):
-            return Refutation(replace(plan, coupled=True))
         if self._additivity is not None and not self._additivity.holds(outputs, chunk):
             return Refutation(joint=True)
         return None
@@ -670,12 +664,13 @@ class ExactPass(Pass):
             made = frozenset[Kind]().union(*self.requests.values()) & kinds
             work.add(size, len(columns) * direction_price(made))
             with torch.no_grad():
-                for name, term in self.terms(chunk, live, arrived, names):
-                    self._add(name, term, sign, kinds, slice(size), size)
+                terms = self.terms(chunk, live, arrived, names)
+                steps = (self._begun(*term, sign, kinds, slice(size), size) for term in terms)
+                _taken(steps, behind=int(chunk.outputs.is_cuda))
             written = self.written_out(chunk.plan, kinds)
             for rows, name, term in self.generic_terms(chunk, columns, written):
                 part = None if sign is None else sign[:, rows]
-                self._add(name, term, part, kinds, rows, size)
+                self._begun(name, term, part, kinds, rows, size)()
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -721,7 +716,7 @@ class ExactPass(Pass):
         for start in range(0, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
-    def _add(
+    def _begun(
         self,
         name: str,
         term: Term,
@@ -729,13 +724,34 @@ class ExactPass(Pass):
         kinds: frozenset[Kind],
         rows: slice,
         size: int,
-    ) -> None:
-        """Add what comes of some rows of a chunk of so many samples."""
+    ) -> Callable[[], None]:
+        """Begin with what comes of some rows of a chunk of so many samples; what is returned adds
+        it to the rest."""
         wanted, weight = self.requests[name] & kinds, self.weights.get(name)
         if self.store is not None:
             self.store.add(name, term, sign)
         apart: dict[Kind, Tensor] = {}
-        for kind, value in reduce(term, wanted, weight, sign, apart):
+        alone = "trace" in wanted and "diagonal" not in wanted
+        traces = term.begun_traces(sign) if alone else None
+        found = dict(reduce(term, wanted, weight, sign, apart))
+
+        def add() -> None:
+            if traces is not None:
+                apart["trace"] = traces.settled()
+                found["trace"] = apart["trace"].sum()
+            self._add(name, found, apart, rows, size)
+
+        return add
+
+    def _add(
+        self,
+        name: str,
+        found: Mapping[Kind, Tensor],
+        apart: Mapping[Kind, Tensor],
+        rows: slice,
+        size: int,
+    ) -> None:
+        for kind, value in found.items():
             key = kind, name
             waiting = self.pending.get(key)
             self.pending[key] = value if waiting is None else waiting.double().add_(value)
@@ -747,6 +763,18 @@ class ExactPass(Pass):
             if name not in parts:
                 parts[name] = apart[kind].new_zeros(size)
             parts[name][rows] += apart[kind]
+
+
+def _taken(steps: Iterable[Callable[[], None]], behind: int) -> None:
+    """Take every step, or so many behind: a GPU is at work on those to come while one waits for
+    what the GPU has done before."""
+    waiting: deque[Callable[[], None]] = deque()
+    for step in steps:
+        waiting.append(step)
+        if len(waiting) > behind:
+            waiting.popleft()()
+    while waiting:
+        waiting.popleft()()
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
