@@ -196,7 +196,8 @@ def draw(runs: Sequence[Run]) -> Figure:
                 axes.plot(at, half, "o", ms=4, mfc="none", c=colour, alpha=0.6)
                 label = None if place else f"set {number}"
                 draw_seeds(axes, place + shift, column(some, key), colour, label)
-        axes.set_xticks(range(len(by_strength)), [_title(value) for value in by_strength])
+        names = [_title(value).replace(" λ", "\nλ") for value in by_strength]
+        axes.set_xticks(range(len(by_strength)), names)
         axes.set_xlim(-0.6, len(by_strength) - 0.4)
         axes.set_ylabel(title if name == "dsc" else f"{title}, voxels")
     figure.axes[0].legend(fontsize=8)
@@ -225,5 +226,5 @@ TABLE_2 = Experiment(
     work=work,
     rows=rows,
     draw=draw,
-    minutes={"small": 14},
+    minutes={"small": 20},
 )
