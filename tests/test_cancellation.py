@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import saltflat as sf
+from saltflat.curvature import sweep
 from saltflat.curvature.contractions import (
+    Begun,
     Deltas,
     Layout,
     Lookup,
     Outer,
     RankOne,
+    Term,
     Weight,
     written_out,
 )
@@ -309,6 +312,36 @@ def test_flatness_written_out() -> None:
     truth = (w.mT.double() @ gradient.double()).square().flatten()
     assert got > 0
     assert within(got, naive, truth)
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+def test_what_is_settled_later_as_on_a_gpu(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next terms are begun before lost squares are asked for; the sums are the same."""
+    torch.manual_seed(1)
+    model = Tokens()
+    data = 1000 + torch.randn(24, 4, 32), torch.randint(0, 3, (24,))
+    at_once, taken, settled = sf.trace(model, data), sweep._taken, Begun.settled
+    order = []
+
+    def begun(term: Term, sign: Tensor | None) -> Begun:
+        order.append("begun")
+        return known[Outer if isinstance(term, Outer) else Term](term, sign)
+
+    def asked(self: Begun) -> Tensor:
+        order.append("settled")
+        return settled(self)
+
+    known = {kind: kind.begun_traces for kind in (Outer, Term)}
+    for kind in known:
+        monkeypatch.setattr(kind, "begun_traces", begun)
+    monkeypatch.setattr(Begun, "settled", asked)
+    monkeypatch.setattr(sweep, "_taken", lambda steps, **_: taken(steps, behind))
+    assert dict(sf.trace(model, data)) == dict(at_once)
+    assert order[: behind + 2] == ["begun"] * (behind + 1) + ["settled"]
+    assert order.count("settled") == order.count("begun") == 4
+
+    monkeypatch.setattr(Begun, "settled", lambda self: self.totals)
+    assert sf.trace(model, data)["a.weight"] != at_once["a.weight"], "something must be lost here"
 
 
 @pytest.mark.parametrize("signed", [False, True])
