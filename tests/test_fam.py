@@ -439,6 +439,54 @@ def test_ends_in_the_flatter_of_two_valleys() -> None:
     assert penalty(flat, x, y, "fc", loss="mse") == pytest.approx(2.0, rel=1e-5)
 
 
+# What is negative
+
+
+def concave(outputs: Tensor, _: Tensor) -> Tensor:
+    return 2 - outputs.square().sum(1).mean()
+
+
+def warnings_of(fam: FAM, model: nn.Module, x: Tensor, calls: int) -> list[str]:
+    with fam, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            model(x)
+            fam(LABELS)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("options", [{"strength": 1.0}, {"share": 0.5}, {"simplified": True}])
+def test_a_negative_penalty_is_told_once(options: dict[str, Any]) -> None:
+    model, x = make("relu")
+    value = penalty(model, x, LABELS, "2", loss=concave, simplified="simplified" in options)
+    (told,) = warnings_of(FAM(model, "2", loss=concave, **options), model, x, 3)
+    assert f"of 2 is negative ({value:.3g})" in told
+    assert ("‖W‖² Tr H" in told) == ("simplified" in options)
+
+
+@pytest.mark.parametrize(("strength", "loss"), [(1.0, "cross_entropy"), (1e-6, concave)], ids=str)
+def test_one_that_is_not_or_next_to_nothing_is_not(strength: float, loss: Any) -> None:
+    model, x = make("relu")
+    assert not warnings_of(FAM(model, "2", strength, loss=loss), model, x, 1)
+
+
+def test_chance_is_not_told() -> None:
+    """What is estimated is positive, and some estimates are not."""
+    model, x = make("relu")
+
+    def saddle(outputs: Tensor, _: Tensor) -> Tensor:
+        return (outputs[:, 0].square() - outputs[:, 1].square()).mean()
+
+    negative = []
+    assert penalty(model, x, LABELS, "2", simplified=True, loss=saddle) > 0
+    for seed in range(16):
+        estimator = sf.Hutchinson(4, seed=seed)
+        fam = FAM(model, "2", 1.0, simplified=True, loss=saddle, estimator=estimator)
+        assert not warnings_of(fam, model, x, 1)
+        negative.append(fam.last["2"].value.item() < 0 < fam.current_share)
+    assert any(negative)
+
+
 # Estimates
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.curvature import Hutchinson, mixed
-from saltflat.errors import InvalidType, InvalidValue, ModelError
+from saltflat.errors import InvalidType, InvalidValue, ModelError, listed
 from saltflat.losses import LossLike, resolve
 from saltflat.risk import Output, logits, unwrap
 from saltflat.sharded import gathered
@@ -21,6 +21,7 @@ from saltflat.training.fam.flatness import LayerModule
 from saltflat.training.fam.penalty import Choices, Penalty, PenaltyPass
 
 SHARE = 0.05
+_MATTERS = 0.01  # of the objective
 
 
 @final
@@ -67,7 +68,10 @@ class FAM:
     for itself. With an estimator each part draws random signs of its own, which leaves the estimate
     unbiased.
 
-    Where the loss or the network is not convex κ may be negative; strength then has a limit.
+    Where the loss or the network is not convex κ may be negative. To lower it further bends the
+    loss down instead of making it flat, and may keep the network from learning: a warning says so,
+    once, where that makes a hundredth of the objective or more. (A GPU is asked at calls 1, 2, 4, 8
+    and so on, since it has to wait for the answer.)
 
     Copies of the model (deepcopy, pickle) carry no penalty; copies of the FAM object carry their
     own model.
@@ -131,7 +135,7 @@ class FAM:
         self._choices = Choices(simplified, normalize_features, estimator)
         self._loss = resolve(loss)
         self._output = output or logits
-        self._calls = 0
+        self._calls, self._warned = 0, False
         self._last: dict[str, Penalty] = {}
         self._factor: float | Tensor = math.nan  # of the last call, and its loss
         self._loss_value = torch.tensor(math.nan)
@@ -194,7 +198,8 @@ class FAM:
         whole = gathered(self.model, until_backward=torch.is_grad_enabled())
         with whole, torch.enable_grad(), torch.autocast(outputs.device.type, enabled=False):
             # Looking at targets makes a GPU wait, and the user's own loss looks at them too.
-            check = outputs.device.type == "cpu" or self._calls == 1
+            here = outputs.device.type == "cpu"
+            check = here or self._calls == 1
             generator = self._generator(outputs.device)
             step = PenaltyPass(outputs, targets, self._loss, generator, check=check)
             penalties = step.penalties(calls, self._choices)
@@ -204,8 +209,29 @@ class FAM:
         self._last = {
             name: Penalty(p.value.detach(), p.stderr, p.rule) for name, p in penalties.items()
         }
+        if here or self._calls.bit_count() == 1:
+            self._warn_of_negative()
         penalty = self._factor * total
         return penalty if torch.is_grad_enabled() else penalty.detach()
+
+    def _warn_of_negative(self) -> None:
+        """Once, where the penalty is below zero beyond chance and matters."""
+        penalties = self._last.values()
+        value = sum(float(p.value) for p in penalties)
+        if self._warned or value >= -4 * math.hypot(*(float(p.stderr) for p in penalties)):
+            return
+        if self.current_share < _MATTERS:
+            return
+        self._warned = True
+        kappa = "‖W‖² Tr H" if self._choices.simplified else "relative flatness"
+        warnings.warn(
+            f"The {kappa} of {listed(self.layers)} is negative ({value:.3g}), because the loss or "
+            "the network above is not convex there. To lower it further does not make the minimum "
+            "flat and may keep the network from learning; it is "
+            f"{self.current_share:.2g} of the objective. Measure the flatness of a loss that is "
+            "convex in the outputs (loss='bce', say), or take a smaller strength.",
+            stacklevel=3,
+        )
 
     def _weigh(self, total: Tensor) -> float | Tensor:
         """What κ is multiplied by: the strength, or what makes the penalty its share."""
