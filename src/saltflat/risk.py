@@ -51,7 +51,7 @@ from saltflat.losses import (
 )
 from saltflat.memory import halving, keep_blocks, ordinary
 from saltflat.prints import in_words
-from saltflat.session import RandomState, lend, modules_in
+from saltflat.session import RandomState, end_checkpoints, lend, modules_in
 from saltflat.sharded import (
     ADVICE,
     Gathering,
@@ -653,9 +653,13 @@ class Risk:
         return outputs
 
     def _call(self, inputs: Any, **options: Any) -> Any:
-        if isinstance(inputs, Mapping):
-            return self.model(**inputs, **options)
-        return self.model(*((inputs,) if isinstance(inputs, Tensor) else inputs), **options)
+        try:
+            if isinstance(inputs, Mapping):
+                return self.model(**inputs, **options)
+            return self.model(*((inputs,) if isinstance(inputs, Tensor) else inputs), **options)
+        except BaseException as error:
+            end_checkpoints(error)
+            raise
 
     def _advice(self, words: str, inputs: Any) -> str:
         """What to do about dtypes that do not go together, if that is what torch complains of."""

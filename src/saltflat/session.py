@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import is_
-from types import FunctionType, MethodType
+from traceback import walk_tb
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any, final
 
 import numpy as np
@@ -488,6 +489,22 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
     finally:
         matmul.allow_tf32 = before
+
+
+def end_checkpoints(error: BaseException | None) -> None:
+    """Take off the hooks of every torch.utils.checkpoint that an error has left.
+
+    Until torch 2.11 they stay for as long as the error does, and then whatever hooks lie on top by
+    that time are taken off in their place.
+    """
+    while error is not None:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        for frame in reversed(frames):  # the innermost has come last
+            inside = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+            begun = frame.f_locals.get("gen") if inside else None
+            if isinstance(begun, GeneratorType):
+                begun.close()
+        error = error.__context__
 
 
 def values_of(model: nn.Module) -> TensorValues:

@@ -144,9 +144,42 @@ def own_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers at a time. There is no public way to ask for it."""
-    modules = gathering_modules(model)
-    return [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
+    """What FSDP2 gathers at a time."""
+    return [g for m in gathering_modules(model) for g in _groups_of(m._get_fsdp_state())]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """What FSDP2 gathers at a time for one `fully_shard`. There is no public way to ask for it."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if hasattr(state, "_fsdp_param_group"):  # until torch 2.11, which had one or none
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    raise ModelError(
+        f"torch {torch.__version__} does not tell which parameters fully_shard gathers together "
+        "in a way that saltflat knows. Use a version of torch that it was tested with (README), or "
+        "measure a copy of the model that is not sharded."
+    )
+
+
+def _forget_pass(root: Any) -> None:
+    """Have FSDP2 start anew after a pass that was cut short, with sharded parameters."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()  # until torch 2.11 there is no method for it
+    if state._device.type != "cpu":
+        torch.accelerator.synchronize(state._device)
+    for each in state._state_ctx.all_states:
+        each._training_state = type(each._training_state).IDLE
+        each._modules_to_run_forward.clear()
+        for group in _groups_of(each):
+            group.finalize_backward()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
 _WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain ones are
@@ -173,7 +206,7 @@ def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None
     ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
     """
     modules = [module for module in gathering_modules(model) if module not in _WHOLE]
-    groups = [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
+    groups = [g for m in modules for g in _groups_of(m._get_fsdp_state())]
     kept = ("reshard_after_backward", "post_forward_mesh_info")
     before = [(group, name, getattr(group, name)) for group in groups for name in kept]
     try:
@@ -217,7 +250,7 @@ def lent(model: nn.Module) -> Iterator[None]:
     except BaseException:
         for module in modules:
             if module._get_fsdp_state()._is_root:
-                module.reset_iter_state()  # a pass may have been cut short
+                _forget_pass(module)
         raise
     finally:
         for group, name, value in before:
@@ -254,7 +287,7 @@ def settled(model: nn.Module) -> Iterator[None]:
             if module in _WHOLE:
                 module.unshard()
                 continue
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups_of(module._get_fsdp_state()):
                 if group.is_unsharded:
                     values = [each._unsharded_param.detach().clone() for each in group.fsdp_params]
                     stack.callback(_gather_again, group, values)
@@ -322,7 +355,7 @@ class Gathering(ABC):
         self._storages: dict[int, Any] = {}  # where a leaf's values are -> the DTensor
         for module in self.modules:
             module.unshard()
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups_of(module._get_fsdp_state()):
                 for each in group.fsdp_params:
                     self._know(each.sharded_param, each.unsharded_param)
             module.reshard()
@@ -506,7 +539,7 @@ class Served(Gathering):
         self._groups: dict[int, int] = {}  # id of a group -> its number
         self._places: dict[int, int] = {}  # where a shard's values are -> the parameter's number
         self._changes: dict[int, Callable[[Tensor], object]] = {}
-        groups = [group for state in self._states for group in state._fsdp_param_groups]
+        groups = [group for state in self._states for group in _groups_of(state)]
         for group in groups:
             self._groups[id(group)] = len(self._bundles)
             self._bundles.append([each.sharded_param for each in group.fsdp_params])
@@ -583,7 +616,7 @@ class Served(Gathering):
         self.insist(module, inputs)
         if module not in self.modules:
             return
-        for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
             if not group.is_unsharded:
                 self._fill(group)
 

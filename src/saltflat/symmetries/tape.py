@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from saltflat.errors import ModelError
+from saltflat.session import end_checkpoints
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 _BATCH_NORM_OF_STATISTICS = torch.ops.aten._native_batch_norm_legit_no_training.default
@@ -124,8 +125,9 @@ def record(
             with _swept_up():
                 # A context of its own, as the exporter leaves variables behind in the one it has.
                 return copy_context().run(_followed, answer, args, kwargs, known)
-        except Exception:
+        except Exception as error:
             # Whatever the reason was: if the model runs at all, the recording follows it.
+            end_checkpoints(error)
             tape = _recorded(answer, _Names(answer.model), args, kwargs)
             tape.recorded = True
             return tape
