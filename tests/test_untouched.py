@@ -126,7 +126,7 @@ class Breaking(nn.Module):
 
 @pytest.mark.parametrize("call", [sf.trace, sf.symmetries])
 def test_exception_in_a_checkpointed_block(call: Callable[..., Any]) -> None:
-    """Until torch 2.11 its hooks stay as long as the error, and then others go in their place."""
+    """Until torch 2.12 its hooks stay as long as the error, and then others go in their place."""
     x, seen = torch.randn(6, 4), list[Tensor]()
 
     def keep(saved: Tensor) -> Tensor:

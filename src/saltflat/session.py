@@ -494,7 +494,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def end_checkpoints(error: BaseException | None) -> None:
     """Take off the hooks of every torch.utils.checkpoint that an error has left.
 
-    Until torch 2.11 they stay for as long as the error does, and then whatever hooks lie on top by
+    Until torch 2.12 they stay for as long as the error does, and then whatever hooks lie on top by
     that time are taken off in their place.
     """
     while error is not None:

@@ -156,8 +156,8 @@ def _groups_of(state: Any) -> list[Any]:
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     raise ModelError(
         f"torch {torch.__version__} does not tell which parameters fully_shard gathers together "
-        "in a way that saltflat knows. Use a version of torch that it was tested with (README), or "
-        "measure a copy of the model that is not sharded."
+        "in a way that saltflat knows. Measure a copy of the model that is not sharded, or use "
+        "torch 2.13, with which saltflat was tested."
     )
 
 
@@ -166,7 +166,7 @@ def _forget_pass(root: Any) -> None:
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
-    state = root._get_fsdp_state()  # until torch 2.11 there is no method for it
+    state = root._get_fsdp_state()  # until torch 2.12 there is no method for it
     if state._device.type != "cpu":
         torch.accelerator.synchronize(state._device)
     for each in state._state_ctx.all_states:

@@ -292,7 +292,11 @@ def _recorded(
         writer.new(leaf)
 
     def run(state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-        return torch.func.functional_call(module, state, args, kwargs)
+        try:
+            return torch.func.functional_call(module, state, args, kwargs)
+        except BaseException as error:
+            end_checkpoints(error)
+            raise
 
     # The writer sees what functionalisation makes of in-place operations. Nothing goes backwards
     # here, and what is saved for it would hold on to itself through the aliases (torch 2.13).
