@@ -55,7 +55,7 @@ from torch import Tensor
 from saltflat.curvature.contractions import Term, Weight
 from saltflat.curvature.estimators import Quantity, mean_error, uniforms
 from saltflat.curvature.loss_hessian import Factor, direction_count, ranked
-from saltflat.curvature.plan import Plan, Refutation, Settings, leaf_shapes
+from saltflat.curvature.plan import Plan, Refutation, Settings
 from saltflat.curvature.sweep import (
     CURVATURE,
     FORMS,
@@ -65,12 +65,13 @@ from saltflat.curvature.sweep import (
     Requests,
     backward,
     direction_price,
+    insist_on_order,
+    joinable,
     live_uses,
     reduce,
 )
-from saltflat.errors import ChangedData
 from saltflat.losses import Loss, divisor
-from saltflat.risk import Batch, Risk, alike, join
+from saltflat.risk import Batch, Risk, join
 from saltflat.work import FORWARD
 
 # Kinds with more than one number a block. What they add up to is a number for every pair, and has
@@ -461,7 +462,7 @@ class Packing:
             for key, rows in self._by_key(range(*here.tolist())):
                 part = batch.take((self.samples[rows] - start).tolist())
                 parts, ids = waiting.setdefault(key, ([], []))
-                if parts and not _joinable(parts[0], part):
+                if parts and not joinable(parts[0], part):
                     yield self._pack(key, *waiting.pop(key))
                     parts, ids = waiting.setdefault(key, ([], []))
                 parts.append(part)
@@ -535,10 +536,6 @@ def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
     return of[order], width[order], place[order]
 
 
-def _joinable(one: Batch, other: Batch) -> bool:
-    return leaf_shapes(one) == leaf_shapes(other) and alike([one, other])
-
-
 @final
 @dataclass
 class PackedPass(PairPass):
@@ -581,7 +578,7 @@ class PackedPass(PairPass):
         """
         pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
         rows = pairs.samples[self._table[0]].to(self.outputs.device)
-        _insist_on_order(self.outputs[rows], chunk.outputs.detach())
+        insist_on_order(self.outputs[rows], chunk.outputs.detach())
         which = pairs.directions[at].masked_fill(none, -1).to(rows.device)
         columns = self.survey.side().chosen(which, rows)
         root = pairs.weights[at].sqrt().to(columns)
@@ -668,15 +665,6 @@ class Leading:
             variance = ratio.square() @ squares - 2 * mean * (ratio @ mixed) + mean**2 * others
             found[key] = max(0.0, float(variance))
         return found
-
-
-def _insist_on_order(before: Tensor, now: Tensor) -> None:
-    """Refuse outputs that are not those of the survey, but for rounding: of other samples."""
-    if not bool((before - now).abs().max() <= 1e-2 * before.abs().max()):
-        raise ChangedData(
-            "The samples come in another order on another pass over the data, and with a tolerance "
-            "some of them are looked up by their place. Pass list(data), or leave tolerance out."
-        )
 
 
 @final

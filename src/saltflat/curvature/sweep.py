@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
 from saltflat.curvature.estimators import reduce_entries
-from saltflat.curvature.loss_hessian import Additivity, direction_count, factor
+from saltflat.curvature.loss_hessian import Additivity, SoftmaxSketch, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
     GENERIC,
@@ -37,6 +37,7 @@ from saltflat.curvature.plan import (
     coupled,
     examine,
     fast_rules,
+    leaf_shapes,
     plan_again,
     plan_for,
     proof_of,
@@ -46,10 +47,11 @@ from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Use
 from saltflat.curvature.spread import Spread
 from saltflat.distributed import LOCAL, Reduction
+from saltflat.errors import ChangedData
 from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
-from saltflat.risk import Batch, Risk
+from saltflat.risk import Batch, Risk, alike
 from saltflat.session import full_precision
 from saltflat.sharded import whole_of
 from saltflat.work import FORWARD
@@ -148,6 +150,8 @@ _LARGE = 1 << 17
 
 # Blocks whose parts by sample are kept together: their covariances are the square of that.
 _MOST_NAMES = 2048
+
+_LOOKS = 8  # numbers by which a sample is known again
 
 # Of the outputs, that a chunk holds at a time: probabilities, factors, a direction.
 _COPIES = 8
@@ -629,9 +633,14 @@ class ExactPass(Pass):
     """Every direction of every sample; for the Hessian, what was asked for must be linear."""
 
     must_be_linear: bool = field(kw_only=True)
-    top: int = 0  # > 0: the directions of so many likeliest classes alone
+    ranks: range = range(0)  # if any, the directions of these classes alone, by their likelihood
     store: Store | None = None  # keeps the gradients of every chunk, besides what is made of them
     spreads: dict[Kind, Spread] = field(default_factory=dict)
+    # With `ranks`: about what all less likely classes would give, (samples, blocks), and signatures
+    # of the samples' outputs, by which they are known again.
+    left: list[Tensor] = field(default_factory=list)
+    looks: list[Tensor] = field(default_factory=list)
+    _latest: tuple[Tensor, Tensor] | None = None
     _apart: dict[Kind, dict[str, Tensor]] = field(default_factory=dict)  # of the chunk at hand
 
     def copes(self, plan: Plan) -> bool:
@@ -661,7 +670,7 @@ class ExactPass(Pass):
             self.store.begin(chunk.index, chunk.first)
         if self.wants(CURVATURE):
             count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
-            if not self.top and count > self.settings.max_directions:
+            if not self.ranks and count > self.settings.max_directions:
                 return Refutation(directions=count)
         for kinds, columns, sign in self._directions(chunk):
             names = frozenset(self.wants(kinds))
@@ -680,6 +689,8 @@ class ExactPass(Pass):
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
         super()._count(size, normaliser, counted, even)
+        if self.ranks:
+            self._look(size)
         if not (self.even and self.loss.mean):
             self.spreads.clear()
             return
@@ -689,6 +700,15 @@ class ExactPass(Pass):
                 spread = self.spreads.setdefault(kind, Spread(tuple(names)))
                 spread.add(size, self._apart.get(kind, {}))
         self._apart = {}
+
+    def _look(self, size: int) -> None:
+        """Note what a chunk of so many samples leaves out."""
+        share, looks = self._latest or (torch.zeros(size), torch.zeros(size, _LOOKS))
+        traces, none = self._apart.get("trace", {}), torch.zeros(size)
+        blocks = [traces.get(name, none).to(share) * share for name in self.requests]
+        self.left.append(torch.stack(blocks, 1).float().cpu())
+        self.looks.append(looks)
+        self._latest = None
 
     def _part(self) -> Part:
         spreads = {kind: spread.scaled(1.0) for kind, spread in self.spreads.items()}
@@ -715,10 +735,14 @@ class ExactPass(Pass):
             yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
         if not self.wants(CURVATURE):
             return
-        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=self.top > 0, top=self.top)
-        groups = max(1, -(-sides.count // self.together(chunk)))
-        group = max(1, -(-sides.count // groups))
-        for start in range(0, sides.count, group):
+        ranked, top = bool(self.ranks), self.ranks.stop
+        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=ranked, top=top)
+        if isinstance(sides, SoftmaxSketch):
+            self._latest = sides.left(), looks(chunk.outputs)
+        count = sides.count - self.ranks.start
+        groups = max(1, -(-count // self.together(chunk)))
+        group = max(1, -(-count // groups))
+        for start in range(self.ranks.start, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
     def _add(
@@ -747,6 +771,27 @@ class ExactPass(Pass):
             if name not in parts:
                 parts[name] = apart[kind].new_zeros(size)
             parts[name][rows] += apart[kind]
+
+
+def looks(outputs: Tensor) -> Tensor:
+    """A few numbers by which samples are known again, from their outputs."""
+    flat = outputs.detach().flatten(1).double()
+    generator = torch.Generator().manual_seed(20_261_119)
+    signs = torch.randn(flat.shape[1], _LOOKS, generator=generator, dtype=flat.dtype).sign_()
+    return (flat @ signs.to(flat.device)).cpu()
+
+
+def insist_on_order(before: Tensor, now: Tensor) -> None:
+    """Refuse outputs that are not those of the survey, but for rounding: of other samples."""
+    if not bool((before - now).abs().max() <= 1e-2 * before.abs().max()):
+        raise ChangedData(
+            "The samples come in another order on another pass over the data, and with a tolerance "
+            "some of them are looked up by their place. Pass list(data), or leave tolerance out."
+        )
+
+
+def joinable(one: Batch, other: Batch) -> bool:
+    return leaf_shapes(one) == leaf_shapes(other) and alike([one, other])
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
