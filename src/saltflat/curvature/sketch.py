@@ -104,17 +104,15 @@ class Settled:
         """Those to be settled, if so much, (samples, blocks), is left of all of them to be drawn.
 
         Of every block and of the sum of all, the largest one by one, until none has too much of
-        the squares of those that are left.
+        the squares of those that are left. If these are too many, the first of every block.
         """
         left = torch.cat([left, left.sum(1, keepdim=True)], 1).double()
-        squares = left.square()
-        ordered, order = squares.sort(0, descending=True)
-        tails = ordered.flip(0).cumsum(0).flip(0)
-        chosen = order[(ordered > _SETTLED * tails).cumprod(0).bool()].unique()
-        if len(chosen) > (most := int(_MOST_SETTLED * len(left))):
-            shares = (squares[chosen] / tails[0]).nan_to_num(0, 0, 0).amax(1)
-            chosen = chosen[shares.topk(most).indices].sort().values
-        return Settled(chosen, looks[chosen])
+        squares, order = left.square().sort(0, descending=True)
+        tails = squares.flip(0).cumsum(0).flip(0)
+        chosen = order[(squares > _SETTLED * tails).cumprod(0).bool()]
+        first = [*dict.fromkeys(chosen.tolist())][: int(_MOST_SETTLED * len(left))]
+        places = torch.tensor(sorted(first), dtype=torch.long)
+        return Settled(places, looks[places])
 
     def batches(self, risk: Risk, start: int) -> Iterator[Batch]:
         """Those here, gathered; `start` is the place of the first sample here."""
