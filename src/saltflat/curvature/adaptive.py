@@ -59,6 +59,7 @@ from saltflat.curvature.plan import Plan, Refutation, Settings
 from saltflat.curvature.sweep import (
     CURVATURE,
     FORMS,
+    SURPRISE,
     Chunk,
     Kind,
     Pass,
@@ -90,7 +91,6 @@ _SPARE = 8  # times as many, that are ranked
 _FEW = 192  # samples that they are of, about
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
-_SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
 _FAR = 3.0  # standard errors of mixes, and of directions: too far apart
 _MIXED = 2  # among the keys of random numbers
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
@@ -646,7 +646,7 @@ class Leading:
         any of them may have given it."""
         ratios = self._relative(self.ratios.items()).clamp_(min=_LEAST_RATIO)
         expected = self._others(sizes) * ratios[:, None]
-        surprising = self.mixes > _SURPRISE * expected.sum(1)
+        surprising = self.mixes > SURPRISE * expected.sum(1)
         anything = torch.where(self.sizes > 0, self.mixes[:, None], 0.0)
         return torch.where(surprising[:, None], torch.maximum(expected, anything), expected)
 

@@ -29,6 +29,7 @@ from saltflat.curvature.estimators import (
     OwnNoise,
     Quantity,
     estimate_form,
+    mixed,
 )
 from saltflat.curvature.loss_hessian import classify, direction_count, repeats
 from saltflat.curvature.plan import (
@@ -830,7 +831,8 @@ class _Search:
             return {}, None, 0
         requests = {name: kinds | _TRACE for name, kinds in requests.items()}
         sweep = self._pass(requests, must_be_linear=self.hessian)
-        sweep.ranks = range(_LIKELIEST)
+        seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
+        sweep.ranks, sweep.seed = range(_LIKELIEST), mixed(seed, 3)
         if refutation := sweep.run(self.risk.batches()):
             return refutation
         told = self.risk.reduction.each(lambda: (sweep.left, sweep.looks))

@@ -92,8 +92,8 @@ class Settled:
     How a sample's few draws scatter tells little of their error where these are a few squares of
     random numbers: when they are small, so is what they scatter by. The error of a sum over samples
     is known well for there being many, of which none matters much. Which samples would is told by
-    what the likeliest classes' directions gave of them, without a draw, so that nothing is biased
-    by the choice.
+    what the directions of their likeliest classes gave, or by mixes of the others where these gave
+    far more than that. These are thrown away, so that nothing is biased by the choice.
     """
 
     places: Tensor  # in all data, in order

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
-from saltflat.curvature.estimators import reduce_entries
+from saltflat.curvature.estimators import Signs, reduce_entries
 from saltflat.curvature.loss_hessian import Additivity, SoftmaxSketch, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
@@ -152,6 +152,8 @@ _LARGE = 1 << 17
 _MOST_NAMES = 2048
 
 _LOOKS = 8  # numbers by which a sample is known again
+_MIXES = 2  # of the directions that a pass leaves out
+SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
 
 # Of the outputs, that a chunk holds at a time: probabilities, factors, a direction.
 _COPIES = 8
@@ -636,12 +638,18 @@ class ExactPass(Pass):
     ranks: range = range(0)  # if any, the directions of these classes alone, by their likelihood
     store: Store | None = None  # keeps the gradients of every chunk, besides what is made of them
     spreads: dict[Kind, Spread] = field(default_factory=dict)
+    seed: int | None = None  # of random mixes of the directions that are left out
     # With `ranks`: about what all less likely classes would give, (samples, blocks), and signatures
     # of the samples' outputs, by which they are known again.
     left: list[Tensor] = field(default_factory=list)
     looks: list[Tensor] = field(default_factory=list)
-    _latest: tuple[Tensor, Tensor] | None = None
+    _latest: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
     _apart: dict[Kind, dict[str, Tensor]] = field(default_factory=dict)  # of the chunk at hand
+
+    def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
+        if self.seed is not None:
+            self._offset = self.risk.offset  # noise goes by the place in all data
+        return super().run(batches, first)
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.wants(CURVATURE)))
@@ -703,12 +711,40 @@ class ExactPass(Pass):
 
     def _look(self, size: int) -> None:
         """Note what a chunk of so many samples leaves out."""
-        share, looks = self._latest or (torch.zeros(size), torch.zeros(size, _LOOKS))
+        share, looks, mixes = self._latest or (torch.zeros(size), torch.zeros(size, _LOOKS), {})
         traces, none = self._apart.get("trace", {}), torch.zeros(size)
-        blocks = [traces.get(name, none).to(share) * share for name in self.requests]
+        blocks = []
+        for name in self.requests:
+            told = traces.get(name, none).to(share) * share
+            # By chance a mix may well give twice what it does on average, of some sample or other.
+            mixed = mixes.get(name, none).to(share) / 2
+            blocks.append(torch.where(2 * mixed > SURPRISE * told, mixed, told))
         self.left.append(torch.stack(blocks, 1).float().cpu())
         self.looks.append(looks)
         self._latest = None
+
+    def _mixes(self, chunk: Chunk, sides: SoftmaxSketch) -> dict[str, Tensor]:
+        """What random mixes of the directions that are left out give of every sample, on average;
+        they are for telling what matters and are not counted."""
+        found = dict[str, Tensor]()
+        if self.seed is None:
+            return found
+        outputs, size, names = chunk.outputs.detach(), chunk.batch.size, self.wants(CURVATURE)
+        signs = Signs(outputs, size, chunk.place, self.seed)
+        live = live_uses(chunk.uses, chunk.plan, frozenset(names))
+        written = self.written_out(chunk.plan, CURVATURE)
+        for _ in range(_MIXES):
+            columns, _ = sides.sketch(signs(outputs.shape))
+            arrived = backward(chunk.outputs, live, chunk.plan, columns)
+            with torch.no_grad():
+                for name, term in self.terms(chunk, live, arrived, frozenset(names)):
+                    traces = term.traces(None) / _MIXES
+                    found[name] = found[name] + traces if name in found else traces
+            for rows, name, term in self.generic_terms(chunk, columns, written):
+                mean = found.setdefault(name, torch.zeros(size).to(outputs))
+                mean[rows] += term.traces(None) / _MIXES
+        self.risk.work.add(size, _MIXES * _DIRECTION)
+        return found
 
     def _part(self) -> Part:
         spreads = {kind: spread.scaled(1.0) for kind, spread in self.spreads.items()}
@@ -738,7 +774,7 @@ class ExactPass(Pass):
         ranked, top = bool(self.ranks), self.ranks.stop
         sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=ranked, top=top)
         if isinstance(sides, SoftmaxSketch):
-            self._latest = sides.left(), looks(chunk.outputs)
+            self._latest = sides.left(), looks(chunk.outputs), self._mixes(chunk, sides)
         count = sides.count - self.ranks.start
         groups = max(1, -(-count // self.together(chunk)))
         group = max(1, -(-count // groups))
