@@ -226,6 +226,26 @@ def confident(data: Batches, several: bool) -> Any:
     return {n: (m.value, m.stderr, m.degrees, m.exact) for n, m in report.items()}, chosen
 
 
+def dominated(data: Batches, several: bool) -> Any:
+    """Of many classes mixes are drawn, but not of two samples, which most of the ranks have not."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 230)).double()
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    with torch.no_grad():
+        model[0].weight[:, 3] = 0.0
+    x[:, 3] = 0.0
+    x[40, 3], x[45, 3] = 80.0, 60.0
+    here = list(zip(x.split(5), (torch.arange(60) % 230).split(5), strict=True))
+    if several:
+        shares = {2: (0, 3, 12), 4: (0, 3, 3, 8, 12)}[dist.get_world_size()]
+        here = here[shares[dist.get_rank()] : shares[dist.get_rank() + 1]]
+    names = ["hessian_trace", "rho"]
+    options: dict[str, Any] = {"tolerance": 0.1, "standing": False, "distributed": several}
+    report = sf.measure(model, here, measures=names, **options)
+    drawn = [note for note in report.notes if "random mixes" in note]
+    return {n: (m.value, m.stderr, m.degrees, m.exact) for n, m in report.items()}, drawn
+
+
 def audited(data: Batches, several: bool) -> Any:
     options = {"measures": ["hessian_trace", "rho"], "elements": 1, "spread": 10.0}
     audit = sf.audit(relu(), data, **options, distributed=several)
@@ -284,6 +304,7 @@ SAME: dict[str, Callable[[Batches, bool], Any]] = {
     "own loss": own_loss,
     "curvature": curvature,
     "confident": confident,
+    "dominated": dominated,
     "audit": audited,
     "monitor": monitored,
     "landscape": pictured,
@@ -292,7 +313,7 @@ SAME: dict[str, Callable[[Batches, bool], Any]] = {
 # The larger world has fewer: what it is for is an empty shard, and more than two parts.
 JOBS = {
     2: [name for name in SAME if name != "some"],
-    4: ["some", "late", "own loss", "monitor"],
+    4: ["some", "late", "own loss", "dominated", "monitor"],
 }
 
 

@@ -364,7 +364,7 @@ def test_what_is_small_in_the_outputs_and_large_in_a_block_is_seen(
 def test_a_pilot_that_skips_entries_misses_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the attacks above are some, where no mix is taken for a surprise either."""
     monkeypatch.setattr(adaptive, "_OF_EACH", 0)
-    monkeypatch.setattr(adaptive, "_SURPRISE", inf)
+    monkeypatch.setattr(adaptive, "SURPRISE", inf)
     model, data = beside(torch.tensor(0.0), torch.tensor([0]), 1e4, 22.0)
     assert max(worst(model, data, seed) for seed in range(4)) > 50
 
@@ -434,7 +434,7 @@ def test_a_rare_direction_with_a_huge_gain_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_it_is_missed_without_a_mix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptive, "_SURPRISE", inf)
+    monkeypatch.setattr(adaptive, "SURPRISE", inf)
     assert float(torch.tensor(hidden(name, 6)).abs().max()) > 10
 
 

@@ -55,22 +55,24 @@ from torch import Tensor
 from saltflat.curvature.contractions import Term, Weight
 from saltflat.curvature.estimators import Quantity, mean_error, uniforms
 from saltflat.curvature.loss_hessian import Factor, direction_count, ranked
-from saltflat.curvature.plan import Plan, Refutation, Settings, leaf_shapes
+from saltflat.curvature.plan import Plan, Refutation, Settings
 from saltflat.curvature.sweep import (
     CURVATURE,
     FORMS,
+    SURPRISE,
     Chunk,
     Kind,
     Pass,
     Requests,
     backward,
     direction_price,
+    insist_on_order,
+    joinable,
     live_uses,
     reduce,
 )
-from saltflat.errors import ChangedData
 from saltflat.losses import Loss, divisor
-from saltflat.risk import Batch, Risk, alike, join
+from saltflat.risk import Batch, Risk, join
 from saltflat.work import FORWARD
 
 # Kinds with more than one number a block. What they add up to is a number for every pair, and has
@@ -89,7 +91,6 @@ _SPARE = 8  # times as many, that are ranked
 _FEW = 192  # samples that they are of, about
 _GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
 _AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
-_SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
 _FAR = 3.0  # standard errors of mixes, and of directions: too far apart
 _MIXED = 2  # among the keys of random numbers
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
@@ -461,7 +462,7 @@ class Packing:
             for key, rows in self._by_key(range(*here.tolist())):
                 part = batch.take((self.samples[rows] - start).tolist())
                 parts, ids = waiting.setdefault(key, ([], []))
-                if parts and not _joinable(parts[0], part):
+                if parts and not joinable(parts[0], part):
                     yield self._pack(key, *waiting.pop(key))
                     parts, ids = waiting.setdefault(key, ([], []))
                 parts.append(part)
@@ -535,10 +536,6 @@ def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
     return of[order], width[order], place[order]
 
 
-def _joinable(one: Batch, other: Batch) -> bool:
-    return leaf_shapes(one) == leaf_shapes(other) and alike([one, other])
-
-
 @final
 @dataclass
 class PackedPass(PairPass):
@@ -581,7 +578,7 @@ class PackedPass(PairPass):
         """
         pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
         rows = pairs.samples[self._table[0]].to(self.outputs.device)
-        _insist_on_order(self.outputs[rows], chunk.outputs.detach())
+        insist_on_order(self.outputs[rows], chunk.outputs.detach())
         which = pairs.directions[at].masked_fill(none, -1).to(rows.device)
         columns = self.survey.side().chosen(which, rows)
         root = pairs.weights[at].sqrt().to(columns)
@@ -649,7 +646,7 @@ class Leading:
         any of them may have given it."""
         ratios = self._relative(self.ratios.items()).clamp_(min=_LEAST_RATIO)
         expected = self._others(sizes) * ratios[:, None]
-        surprising = self.mixes > _SURPRISE * expected.sum(1)
+        surprising = self.mixes > SURPRISE * expected.sum(1)
         anything = torch.where(self.sizes > 0, self.mixes[:, None], 0.0)
         return torch.where(surprising[:, None], torch.maximum(expected, anything), expected)
 
@@ -668,15 +665,6 @@ class Leading:
             variance = ratio.square() @ squares - 2 * mean * (ratio @ mixed) + mean**2 * others
             found[key] = max(0.0, float(variance))
         return found
-
-
-def _insist_on_order(before: Tensor, now: Tensor) -> None:
-    """Refuse outputs that are not those of the survey, but for rounding: of other samples."""
-    if not bool((before - now).abs().max() <= 1e-2 * before.abs().max()):
-        raise ChangedData(
-            "The samples come in another order on another pass over the data, and with a tolerance "
-            "some of them are looked up by their place. Pass list(data), or leave tolerance out."
-        )
 
 
 @final

@@ -29,6 +29,7 @@ from saltflat.curvature.estimators import (
     OwnNoise,
     Quantity,
     estimate_form,
+    mixed,
 )
 from saltflat.curvature.loss_hessian import classify, direction_count, repeats
 from saltflat.curvature.plan import (
@@ -46,7 +47,7 @@ from saltflat.curvature.plan import (
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
 from saltflat.curvature.rules import LinearUse, Recorder, Safe
-from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Tally
+from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Settled, Tally
 from saltflat.curvature.spectrum import (
     Coordinates,
     Eigenpair,
@@ -790,13 +791,15 @@ class _Search:
         """Random mixes of directions, if they reach the tolerance for less than all directions do;
         returns what is left to sweep for."""
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
-        known = self._likeliest(wanted)
-        if isinstance(known, Refutation):
-            return known
-        top, count = _LIKELIEST if known else 0, self._directions(first)
+        count = self._directions(first)
+        likeliest = self._likeliest(wanted, count)
+        if isinstance(likeliest, Refutation):
+            return likeliest
+        known, settled, swept = likeliest
+        top = _LIKELIEST if known else 0
         price = count * direction_price(frozenset[Kind]().union(*wanted.values()))
-        search = self._estimation(wanted, frozenset(), known, top)
-        search.top, search.strict = top, True
+        search = self._estimation(wanted, frozenset(), known, swept)
+        search.top, search.settled, search.strict = top, settled, True
         search.settings = replace(self.settings, gradients=price)
         done = search.run()
         if isinstance(done, Refutation):
@@ -811,18 +814,44 @@ class _Search:
         note = (
             f"{asked}: of {count} directions a sample, {some}{tally.count} random mixes were sent"
         )
+        if settled is not None:
+            note += f", and all of {len(settled.places)} samples that much of the error would be of"
         self.findings.notes.append(note)
         self._add_draws(tally, dict.fromkeys(wanted, "sketch"), dict.fromkeys(wanted, note))
         self._doubt(tally.samples)
         return {n: kinds & FISHER for n, kinds in requests.items() if kinds & FISHER}
 
-    def _likeliest(self, requests: Requests) -> dict[tuple[Kind, str], Tensor] | Refutation:
-        """What the directions of the likeliest classes give, where the outputs are one choice."""
+    def _likeliest(
+        self, requests: Requests, count: int
+    ) -> tuple[dict[tuple[Kind, str], Tensor], Settled | None, float] | Refutation:
+        """What the directions of the likeliest classes give, where the outputs are one choice, and
+        all of a few samples that would carry the noise of the others; and how many directions a
+        sample that took."""
         if not isinstance(self.whole.loss, CrossEntropy) or len(self.plan.outputs) > 1:
-            return {}
+            return {}, None, 0
+        requests = {name: kinds | _TRACE for name, kinds in requests.items()}
         sweep = self._pass(requests, must_be_linear=self.hessian)
-        sweep.top = _LIKELIEST
-        return sweep.run(self.risk.batches()) or fetched(sweep.values())
+        seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
+        sweep.ranks, sweep.seed = range(_LIKELIEST), mixed(seed, 3)
+        if refutation := sweep.run(self.risk.batches()):
+            return refutation
+        told = self.risk.reduction.each(lambda: (sweep.left, sweep.looks))
+        every = ([part for parts in each for part in parts] for each in zip(*told, strict=True))
+        settled = Settled.of(*map(torch.cat, every))
+        if not len(settled.places):
+            return fetched(sweep.values()), None, _LIKELIEST
+        rest = self._pass(requests, must_be_linear=self.hessian)
+        rest.ranks = range(_LIKELIEST, count)
+        # Gathered samples are elsewhere in their batch than those that were looked at.
+        start, plan = self.risk.offset, replace(self.plan, places=())
+        if refutation := rest.run(settled.batches(self.risk, start), plan):
+            return refutation
+        own = settled.among(range(start, start + sweep.own))
+        self.risk.reduction.each(lambda: settled.insist(own, rest.looks))
+        for key, value in rest.sums.items():
+            sweep.sums[key] = sweep.sums[key] + value if key in sweep.sums else value
+        share = len(settled.places) / sweep.samples
+        return fetched(sweep.values()), settled, _LIKELIEST + share * (count - _LIKELIEST)
 
     def _crowded(self, requests: Requests, rest: Requests, count: int) -> Refutation | None:
         """Outputs with too many directions: all blocks are drawn."""
@@ -911,7 +940,7 @@ class _Search:
         requests: Requests,
         curved: frozenset[str],
         known: Mapping[tuple[Kind, str], Tensor] | None = None,
-        swept: int = 0,
+        swept: float = 0,
     ) -> Estimation:
         loss, traces = self.whole.loss, self.findings.quantities.get("trace")
         assert isinstance(loss, Loss)

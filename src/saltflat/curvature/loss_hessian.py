@@ -254,6 +254,15 @@ class SoftmaxSketch(Factor):
         at, below = SoftmaxFactor.column_entries(high, tails[..., 1:], one)
         self.at, self.below = at.to(self.p), below.clamp(max=1e30).to(self.p)
 
+    def left(self) -> Tensor:
+        """The squares of what is left, for those of the columns that are taken out: of every place
+        of every sample, in float64."""
+        others, high = self.others.double(), self.p.gather(-1, self.order).double()
+        q, last = self.rest[..., 0].double(), others.square().sum(-1, keepdim=True)
+        squares = torch.cat([high.square(), last], -1).flip(-1).cumsum(-1).flip(-1)[..., 1:]
+        out = (self.at.double().square() + self.below.double().square() * squares).sum(-1)
+        return ((q - last[..., 0] / q).clamp(min=0) / out).nan_to_num(0, 0, 0)
+
     def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         found = []
         for c in range(start, stop):

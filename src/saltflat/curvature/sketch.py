@@ -19,7 +19,7 @@ early, so it is an upper bound on it that has to be: at the j-th checkpoint one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, log, log1p, sqrt
 from statistics import fmean
@@ -50,14 +50,17 @@ from saltflat.curvature.sweep import (
     Kind,
     Pass,
     Requests,
+    insist_on_order,
+    joinable,
     live_uses,
+    looks,
     reduce,
     send,
     slope,
 )
 from saltflat.distributed import Reduction
 from saltflat.losses import Loss, divisor
-from saltflat.risk import Batch, Risk
+from saltflat.risk import Batch, Risk, join
 
 NOTHING: frozenset[str] = frozenset()
 # Traces are kept sample by sample, and the noise of draws is no rounding; all else is summed.
@@ -78,6 +81,70 @@ class Sketch:
     scales: Mapping[str, float] = field(default_factory=dict)  # of the probes' noise, by block
     price: float = 0.0  # of a draw, in gradients
     top: int = 0  # of the loss's part, the likeliest classes that are not drawn
+    settled: Settled | None = None  # samples that have nothing to draw
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Samples that would carry so much of a block's variance that all of their directions are sent.
+
+    How a sample's few draws scatter tells little of their error where these are a few squares of
+    random numbers: when they are small, so is what they scatter by. The error of a sum over samples
+    is known well for there being many, of which none matters much. Which samples would is told by
+    what the directions of their likeliest classes gave, or by mixes of the others where these gave
+    far more than that. These are thrown away, so that nothing is biased by the choice.
+    """
+
+    places: Tensor  # in all data, in order
+    looks: Tensor  # of their outputs
+
+    @staticmethod
+    def of(left: Tensor, looks: Tensor) -> Settled:
+        """Those to be settled, if so much, (samples, blocks), is left of all of them to be drawn.
+
+        Of every block and of the sum of all, the largest one by one, until none has too much of
+        the squares of those that are left. If these are too many, the first of every block.
+        """
+        left = torch.cat([left, left.sum(1, keepdim=True)], 1).double()
+        squares, order = left.square().sort(0, descending=True)
+        tails = squares.flip(0).cumsum(0).flip(0)
+        chosen = order[(squares > _SETTLED * tails).cumprod(0).bool()]
+        first = [*dict.fromkeys(chosen.tolist())][: int(_MOST_SETTLED * len(left))]
+        places = torch.tensor(sorted(first), dtype=torch.long)
+        return Settled(places, looks[places])
+
+    def batches(self, risk: Risk, start: int) -> Iterator[Batch]:
+        """Those here, gathered; `start` is the place of the first sample here."""
+        parts = list[Batch]()
+        for batch in risk.batches():
+            rows = self.places[self.among(range(start, start + batch.size))] - start
+            start += batch.size
+            if not len(rows):
+                continue
+            part = batch.take(rows.tolist())
+            if parts and (not joinable(parts[0], part) or sum(b.size for b in parts) >= _ROWS):
+                yield join(parts)
+                parts = []
+            parts.append(part)
+        if parts:
+            yield join(parts)
+
+    def among(self, samples: range) -> Tensor:
+        """Which of them are among some samples."""
+        return (self.places >= samples.start) & (self.places < samples.stop)
+
+    def rows(self, chunk: Chunk) -> Tensor:
+        """Where they are in a chunk."""
+        here = self.among(range(chunk.place, chunk.place + chunk.batch.size))
+        rows = (self.places[here] - chunk.place).to(chunk.outputs.device)
+        self.insist(here, [looks(chunk.outputs[rows])])
+        return rows
+
+    def insist(self, here: Tensor, seen: Sequence[Tensor]) -> None:
+        """Refuse samples that are not those that were chosen."""
+        if bool(here.any()):
+            insist_on_order(self.looks[here], torch.cat([*seen]))
 
 
 @final
@@ -168,6 +235,7 @@ class SketchPass(Pass):
         sides = None
         if sketch.loss:
             sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=True, top=sketch.top)
+        settled = None if sketch.settled is None else sketch.settled.rows(chunk)
         everything = frozenset(self.requests)
         for k, draw in enumerate(sketch.draws):
             size, outputs = chunk.batch.size, chunk.outputs.detach()
@@ -175,6 +243,8 @@ class SketchPass(Pass):
             loss: tuple[Tensor, Tensor | None] | None = None
             if sides is not None:
                 loss = sides.sketch(signs(outputs.shape))
+                if settled is not None:
+                    loss[0][:, settled] = 0.0
             if built:
                 self._send(chunk, k, sources(built, signs), loss, everything - sketch.probed)
             if loss is not None:
@@ -393,6 +463,9 @@ FEW_DIRECTIONS = 16
 
 _PILOT_SAMPLES, _PILOT_DRAWS = 8, 2
 _MOST_DRAWS = 4096
+# A sample with more of a block's variance is not drawn, if these are not too many samples; and how
+# many of them go together.
+_SETTLED, _MOST_SETTLED, _ROWS = 0.1, 0.1, 1024
 # Samples times draws: so few signs may agree by chance.
 _LEAST_SIGNS = 64
 
@@ -434,8 +507,8 @@ class Estimation:
     """The draws of some blocks, from the first pilot to the last checkpoint.
 
     `known` is their Gauss–Newton part where `swept` directions gave it, or what belongs to the
-    `top` likeliest classes; `elsewhere` is the trace of the blocks that others compute. `groups` of
-    the draws are kept.
+    `top` likeliest classes and to `settled` samples; `elsewhere` is the trace of the blocks that
+    others compute. `groups` of the draws are kept.
     """
 
     risk: Risk
@@ -449,10 +522,11 @@ class Estimation:
     curved: frozenset[str]  # blocks whose rest is drawn; that of the others must vanish
     groups: int
     known: Mapping[tuple[Kind, str], Tensor] = field(default_factory=dict)
-    swept: int = 0
+    swept: float = 0
     elsewhere: float = 0.0
     fixed: OwnNoise | None = None  # the number of draws, and the way
     top: int = 0
+    settled: Settled | None = None
     strict: bool = False  # within the tolerance, the sum of all blocks too, or not at all
     spent: float = field(default=_LOOK, init=False)  # gradients
     piloted: float = field(default=1.0, init=False)  # the share of the samples in pilots
@@ -477,7 +551,8 @@ class Estimation:
         while (target := self._next(tally, ways, gauss_newton)) > tally.count:
             draws = range(tally.count, target)
             parts = ways.propagated, ways.probed, ways.scales, ways.cost(self._draws_loss)
-            sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts, self.top)
+            sketch = Sketch(self.seed, draws, self._draws_loss, self.hessian, *parts)
+            sketch = replace(sketch, top=self.top, settled=self.settled)
             done, refutation = self._pass(sketch)
             if refutation is not None:
                 return refutation
@@ -579,7 +654,8 @@ class Estimation:
         known = {name: float(self.known.get(("trace", name), 0.0)) for name in self.requests}
         if not self._draws_loss:
             return known
-        sketch = Sketch(mixed(self.seed, 1), range(_PILOT_DRAWS), loss=True, top=self.top)
+        sketch = Sketch(mixed(self.seed, 1), range(_PILOT_DRAWS), loss=True)
+        sketch = replace(sketch, top=self.top, settled=self.settled)
         done, refutation = self._pass(sketch, few)
         if refutation is not None:
             return refutation

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from saltflat.curvature.contractions import Explicit, Form, Term, Weight, combine
-from saltflat.curvature.estimators import reduce_entries
-from saltflat.curvature.loss_hessian import Additivity, direction_count, factor
+from saltflat.curvature.estimators import Signs, reduce_entries
+from saltflat.curvature.loss_hessian import Additivity, SoftmaxSketch, direction_count, factor
 from saltflat.curvature.per_sample import PerSample
 from saltflat.curvature.plan import (
     GENERIC,
@@ -37,6 +37,7 @@ from saltflat.curvature.plan import (
     coupled,
     examine,
     fast_rules,
+    leaf_shapes,
     plan_again,
     plan_for,
     proof_of,
@@ -46,10 +47,11 @@ from saltflat.curvature.proof import Proof
 from saltflat.curvature.rules import Recorder, Rows, Use
 from saltflat.curvature.spread import Spread
 from saltflat.distributed import LOCAL, Reduction
+from saltflat.errors import ChangedData
 from saltflat.geometry import Matrix
 from saltflat.losses import CrossEntropy, CustomLoss, ElementwiseLoss, Loss, divisor
 from saltflat.memory import out_of_memory
-from saltflat.risk import Batch, Risk
+from saltflat.risk import Batch, Risk, alike
 from saltflat.session import full_precision
 from saltflat.sharded import whole_of
 from saltflat.work import FORWARD
@@ -146,6 +148,10 @@ _LARGE = 1 << 17
 
 # Blocks whose parts by sample are kept together: their covariances are the square of that.
 _MOST_NAMES = 2048
+
+_LOOKS = 8  # numbers by which a sample is known again
+_MIXES = 2  # of the directions that a pass leaves out
+SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
 
 # Of the outputs, that a chunk holds at a time: probabilities, factors, a direction.
 _COPIES = 8
@@ -623,10 +629,21 @@ class ExactPass(Pass):
     """Every direction of every sample; for the Hessian, what was asked for must be linear."""
 
     must_be_linear: bool = field(kw_only=True)
-    top: int = 0  # > 0: the directions of so many likeliest classes alone
+    ranks: range = range(0)  # if any, the directions of these classes alone, by their likelihood
     store: Store | None = None  # keeps the gradients of every chunk, besides what is made of them
     spreads: dict[Kind, Spread] = field(default_factory=dict)
+    seed: int | None = None  # of random mixes of the directions that are left out
+    # With `ranks`: about what all less likely classes would give, (samples, blocks), and signatures
+    # of the samples' outputs, by which they are known again.
+    left: list[Tensor] = field(default_factory=list)
+    looks: list[Tensor] = field(default_factory=list)
+    _latest: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
     _apart: dict[Kind, dict[str, Tensor]] = field(default_factory=dict)  # of the chunk at hand
+
+    def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
+        if self.seed is not None:
+            self._offset = self.risk.offset  # noise goes by the place in all data
+        return super().run(batches, first)
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.wants(CURVATURE)))
@@ -655,7 +672,7 @@ class ExactPass(Pass):
             self.store.begin(chunk.index, chunk.first)
         if self.wants(CURVATURE):
             count = direction_count(self.loss, chunk.outputs, chunk.batch.targets)
-            if not self.top and count > self.settings.max_directions:
+            if not self.ranks and count > self.settings.max_directions:
                 return Refutation(directions=count)
         for kinds, columns, sign in self._directions(chunk):
             names = frozenset(self.wants(kinds))
@@ -675,6 +692,8 @@ class ExactPass(Pass):
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
         super()._count(size, normaliser, counted, even)
+        if self.ranks:
+            self._look(size)
         if not (self.even and self.loss.mean):
             self.spreads.clear()
             return
@@ -684,6 +703,43 @@ class ExactPass(Pass):
                 spread = self.spreads.setdefault(kind, Spread(tuple(names)))
                 spread.add(size, self._apart.get(kind, {}))
         self._apart = {}
+
+    def _look(self, size: int) -> None:
+        """Note what a chunk of so many samples leaves out."""
+        share, looks, mixes = self._latest or (torch.zeros(size), torch.zeros(size, _LOOKS), {})
+        traces, none = self._apart.get("trace", {}), torch.zeros(size)
+        blocks = []
+        for name in self.requests:
+            told = traces.get(name, none).to(share) * share
+            # By chance a mix may well give twice what it does on average, of some sample or other.
+            mixed = mixes.get(name, none).to(share) / 2
+            blocks.append(torch.where(2 * mixed > SURPRISE * told, mixed, told))
+        self.left.append(torch.stack(blocks, 1).float().cpu())
+        self.looks.append(looks)
+        self._latest = None
+
+    def _mixes(self, chunk: Chunk, sides: SoftmaxSketch) -> dict[str, Tensor]:
+        """What random mixes of the directions that are left out give of every sample, on average;
+        they are for telling what matters and are not counted."""
+        found = dict[str, Tensor]()
+        if self.seed is None:
+            return found
+        outputs, size, names = chunk.outputs.detach(), chunk.batch.size, self.wants(CURVATURE)
+        signs = Signs(outputs, size, chunk.place, self.seed)
+        live = live_uses(chunk.uses, chunk.plan, frozenset(names))
+        written = self.written_out(chunk.plan, CURVATURE)
+        for _ in range(_MIXES):
+            columns, _ = sides.sketch(signs(outputs.shape))
+            arrived = backward(chunk.outputs, live, chunk.plan, columns)
+            with torch.no_grad():
+                for name, term in self.terms(chunk, live, arrived, frozenset(names)):
+                    traces = term.traces(None) / _MIXES
+                    found[name] = found[name] + traces if name in found else traces
+            for rows, name, term in self.generic_terms(chunk, columns, written):
+                mean = found.setdefault(name, torch.zeros(size).to(outputs))
+                mean[rows] += term.traces(None) / _MIXES
+        self.risk.work.add(size, _MIXES * _DIRECTION)
+        return found
 
     def _part(self) -> Part:
         spreads = {kind: spread.scaled(1.0) for kind, spread in self.spreads.items()}
@@ -710,10 +766,14 @@ class ExactPass(Pass):
             yield FISHER, slope(self.loss, chunk).unsqueeze(0), None
         if not self.wants(CURVATURE):
             return
-        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=self.top > 0, top=self.top)
-        groups = max(1, -(-sides.count // self.together(chunk)))
-        group = max(1, -(-sides.count // groups))
-        for start in range(0, sides.count, group):
+        ranked, top = bool(self.ranks), self.ranks.stop
+        sides = factor(self.loss, chunk.outputs, chunk.batch, sketched=ranked, top=top)
+        if isinstance(sides, SoftmaxSketch):
+            self._latest = sides.left(), looks(chunk.outputs), self._mixes(chunk, sides)
+        count = sides.count - self.ranks.start
+        groups = max(1, -(-count // self.together(chunk)))
+        group = max(1, -(-count // groups))
+        for start in range(self.ranks.start, sides.count, group):
             yield CURVATURE, *sides.columns(start, min(sides.count, start + group))
 
     def _begun(
@@ -775,6 +835,27 @@ def _taken(steps: Iterable[Callable[[], None]], behind: int) -> None:
             waiting.popleft()()
     while waiting:
         waiting.popleft()()
+
+
+def looks(outputs: Tensor) -> Tensor:
+    """A few numbers by which samples are known again, from their outputs."""
+    flat = outputs.detach().flatten(1).double()
+    generator = torch.Generator().manual_seed(20_261_119)
+    signs = torch.randn(flat.shape[1], _LOOKS, generator=generator, dtype=flat.dtype).sign_()
+    return (flat @ signs.to(flat.device)).cpu()
+
+
+def insist_on_order(before: Tensor, now: Tensor) -> None:
+    """Refuse outputs that are not those of the survey, but for rounding: of other samples."""
+    if not bool((before - now).abs().max() <= 1e-2 * before.abs().max()):
+        raise ChangedData(
+            "The samples come in another order on another pass over the data, and with a tolerance "
+            "some of them are looked up by their place. Pass list(data), or leave tolerance out."
+        )
+
+
+def joinable(one: Batch, other: Batch) -> bool:
+    return leaf_shapes(one) == leaf_shapes(other) and alike([one, other])
 
 
 def fetched(values: Mapping[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, str], Tensor]:
