@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import networks as net
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -434,6 +435,113 @@ def test_float64_takes_the_smallest_step_too() -> None:
     model = zoo.wide_resnet16_4().double().eval()
     x = torch.randn(2, 3, 32, 32).double()
     assert sf.trace(model, (x, torch.arange(2))).exact
+
+
+class Narrow(nn.Module):
+    """Layers that are curved at small steps, their norms in float32 or whatever `norm` makes them;
+    the gradient of one weight may be multiplied."""
+
+    def __init__(
+        self,
+        scale: float,
+        factor: float = 1.0,
+        norm: Callable[[Tensor], Tensor] = Tensor.float,
+        last: Callable[[Tensor], Tensor] = lambda h: h,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.fc = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.factor, self.norm, self.last = factor, norm, last
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        for k, layer in enumerate(self.layers):
+            wrong = k == 1 and self.factor != 1.0
+            weight = Multiplied.apply(layer.weight, self.factor) if wrong else layer.weight
+            narrow = self.norm(h)
+            narrow = narrow * (narrow.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            h = torch.tanh(F.linear(narrow.to(h.dtype), weight, layer.bias))
+        result: Tensor = self.fc(self.last(h))
+        return result
+
+
+@pytest.mark.parametrize("factor", [1.1, 3.0, -1.0])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_models_that_cast_to_float32(dtype: torch.dtype, scale: float, factor: float) -> None:
+    """Asked in float64 they are answered in float64, at steps as small as others'."""
+    assert sf.trace(Narrow(scale).to(dtype), data(dtype), curvature="ggn").exact
+    with pytest.raises(sf.ModelError, match="not the derivative") as caught:
+        sf.trace(Narrow(scale, factor).to(dtype), data(dtype), curvature="ggn")
+    assert str(caught.value).count("along ") == 1
+    assert "along layers.1.weight" in str(caught.value)
+
+
+class Float32(torch.autograd.Function):
+    """The identity, for float32 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError(f"Got {x.dtype}.")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def test_models_that_take_no_float64() -> None:
+    """Where curvature is too large for the large steps, smaller ones agree, of every parameter."""
+    assert sf.trace(Narrow(10.0, norm=Float32.apply), data(), curvature="ggn").exact
+    for factor in (1.1, 3.0, -1.0):
+        with pytest.raises(sf.ModelError, match=r"not the derivative.*along layers\.1\.weight"):
+            sf.trace(Narrow(10.0, factor, norm=Float32.apply), data(), curvature="ggn")
+
+
+def of_float32_alone(h: Tensor) -> Tensor:
+    narrow = h.float()
+    if narrow.dtype == torch.float32:
+        narrow = narrow + (narrow.round() - narrow).detach()
+    return narrow.to(h.dtype)
+
+
+def through_bfloat16(h: Tensor) -> Tensor:
+    return h + (h.bfloat16() - h).detach()
+
+
+@pytest.mark.parametrize(("last", "scale"), [(of_float32_alone, 10.0), (through_bfloat16, 1.0)])
+def test_rounding_that_is_no_cast_to_float32(
+    last: Callable[[Tensor], Tensor], scale: float
+) -> None:
+    """It is left as it is, in models that cast too."""
+    with pytest.raises(sf.ModelError, match="not the derivative"):
+        sf.trace(Narrow(scale, last=last), data(), curvature="ggn")
+
+
+class Sine(torch.autograd.Function):
+    """In float32, where neither a graph nor torch shows it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy().astype(np.float32))).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 3.0, 10.0])
+def test_what_casts_unseen_beside_casts(scale: float) -> None:
+    """Without the casts that are seen, values have still the digits of float32 alone."""
+    for dtype in (torch.float32, torch.float64):
+        sf.trace(Narrow(scale, last=Sine.apply).to(dtype), data(dtype), curvature="ggn")
 
 
 class Square(torch.autograd.Function):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import isfinite, isnan, sqrt
 from statistics import median_low
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from saltflat.curvature.loss_hessian import insist_on_derivatives
@@ -64,6 +66,10 @@ _QUICK = _Comparison((2e-5,), 1e-3, wide=False)  # a ReLU changes sides in one c
 _NEAR = _Comparison((1e-9,), 1e-5)  # of millions of ReLUs, few change sides
 _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2, wide=False)
 _LARGEST = 0.03  # step
+_DIGITS = _Comparison((1e-8, 3e-8), 1e-4)  # of float32, each would be rounding alone
+# What curvature adds to a quotient changes ninefold from each of these steps to the next, and what
+# rounding adds threefold: two in a row agree with a slope where both are small, and hardly else.
+_SMALL = _Comparison((3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5), 0.01, wide=False)
 
 
 def check_derivative(
@@ -615,6 +621,23 @@ class _Question:
             for step in how.steps
         )
 
+    def agrees_closely(self, gradients: Mapping[str, Tensor], rounding: float) -> bool | None:
+        """The same where values have few digits, at steps for which larger ones are too large.
+
+        None if they tell nothing: no two in a row agree with each other, or rounding may be all.
+        """
+        if self.how.wide:
+            return None
+        direction = _along(self.risk.parameters, gradients)
+        said, told = _dot(gradients, direction), None
+        slopes = ((s, self.slope(self.risk.parameters, direction, s)) for s in _SMALL.steps)
+        for (_, one), (step, other) in pairwise(slopes):
+            if _SMALL.same(said, one) and _SMALL.same(said, other):
+                return True
+            if _SMALL.same(one, other) and abs(other) > rounding / step:
+                told = False
+        return told
+
     def bent(self) -> dict[str, tuple[float, float]]:
         """The parameters in whose gradients no step shows the slope that autograd says, here and a
         little way off; with ⟨v, H u⟩ over their entries by autograd and by differences.
@@ -720,19 +743,71 @@ class _Question:
     def blamed(
         self, gradients: Mapping[str, Tensor], rounding: float
     ) -> dict[str, tuple[float, float]]:
-        """Of parameters that do not agree, those that do not alone; if all do, a word for that."""
+        """Of parameters that do not agree, those that do not alone; if all do, a word for that.
+
+        Closely, they may all agree after all.
+        """
         blamed, parameters = {}, self.risk.parameters
-        groups = _groups(parameters, gradients, _gentle, self.how.wide)
+        groups = list(_groups(parameters, gradients, _gentle, self.how.wide))
         largest = max(abs(group.slope) for group in groups)
+
+        def agree(some: dict[str, Tensor]) -> bool:
+            closely = self.agrees_closely(some, rounding)
+            return self.agrees(some, largest, rounding) if closely is None else closely
+
         for name, gradient in gradients.items():
-            if not self.agrees({name: gradient}, largest, rounding):
+            if not agree({name: gradient}):
                 direction = _along(parameters, {name: gradient})
                 slope = self.slope(parameters, direction, self.how.steps[0])
                 blamed[name] = slope, _dot({name: gradient}, direction)
-        return blamed or {"all parameters together": (float("nan"), float("nan"))}
+        together = ({n: gradients[n] for n in group.direction} for group in groups)
+        if blamed or (not self.how.wide and all(map(agree, together))):
+            return blamed
+        return {"all parameters together": (float("nan"), float("nan"))}
 
     def in_float64(self, judge: Callable[[_Question], Answer]) -> Answer:
-        """What is found of the same question in float64.
+        """What is found of the same question in float64, parts that are cast to float32 too.
+
+        Autograd takes a cast for the identity, rightly. Of a model that casts, quotients have the
+        digits of float32 alone, and only steps show a slope that are too large for many models.
+        """
+        try:
+            return self._in_float64(lambda wide: wide.without_casts(judge))
+        except Exception as error:  # of a function that takes float32 alone, of whatever kind
+            if out_of_memory(error):
+                raise
+        return self._in_float64(judge)
+
+    def without_casts(self, judge: Callable[[_Question], Answer]) -> Answer:
+        """The answer with what is cast to float32 in float64, if the model bears that."""
+        widened = _Widened()
+        with torch.no_grad():
+            bears = self.bears(widened)
+        with widened if bears else nullcontext():
+            return judge(self)
+
+    def bears(self, widened: _Widened) -> bool:
+        """Whether there are casts, and without them the same function with the digits of float64.
+
+        What is no rounding of the outputs is no cast alone: adding 1.5 · 2²³ rounds to integers in
+        float32. And kernels that are not torch's may cast where nobody sees it.
+        """
+        with widened:
+            outputs = self.risk.forward(self.batch, Safe())
+        if not widened.used:
+            return False
+        own = self.risk.forward(self.batch, Safe())
+        rounding = torch.finfo(torch.float32).eps ** 0.5 * own.abs().max()
+        if not bool((outputs - own).abs().max() <= rounding):
+            return False
+        parameters = self.risk.parameters
+        direction = {name: _noise(p, k) for k, (name, p) in enumerate(parameters.items())}
+        with widened:
+            one, other = (self.slope(parameters, direction, step) for step in _DIGITS.steps)
+        return _DIGITS.same(one, other)
+
+    def _in_float64(self, judge: Callable[[_Question], Answer]) -> Answer:
+        """What is found of the same question with parameters, buffers and inputs in float64.
 
         The model's own tensors stay as they are: another dtype would cut them off from graphs of
         the user's. Others stand in for them until the answer is there, as checkpointed blocks read
@@ -766,6 +841,26 @@ class _Question:
 
 
 Answer = TypeVar("Answer")
+
+
+class _Widened(TorchDispatchMode):
+    """What would be cast to float32 or made in it is in float64 instead."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used = False  # whether there was something
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        for name, value in kwargs.items():
+            if isinstance(value, torch.dtype) and value in _WIDER:
+                kwargs[name], self.used = _WIDER[value], True
+        return func(*args, **kwargs)
+
+
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class _Around(nn.Sequential):
