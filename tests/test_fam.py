@@ -464,7 +464,7 @@ def test_a_negative_penalty_is_told_once(options: dict[str, Any]) -> None:
     assert ("‖W‖² Tr H" in told) == ("simplified" in options)
 
 
-@pytest.mark.parametrize(("strength", "loss"), [(1.0, "cross_entropy"), (1e-6, concave)], ids=str)
+@pytest.mark.parametrize(("strength", "loss"), [(1.0, "cross_entropy"), (1e-6, concave)])
 def test_one_that_is_not_or_next_to_nothing_is_not(strength: float, loss: Any) -> None:
     model, x = make("relu")
     assert not warnings_of(FAM(model, "2", strength, loss=loss), model, x, 1)
