@@ -62,8 +62,7 @@ def _measure(problem: Problem, exact: Values, tf32: bool, options: argparse.Name
         timed[name] = Timed(run, clocked(run, device)[0])
     times = in_turns(timed, options.repeats, device)
     phases = {name: _phases(problem, name, tf32, options) for name in ("trace", "diagonal")}
-    many = _many(problem, options)
-    return Precision(tf32, describe(device, tf32), times, errors, phases, many)
+    return Precision(tf32, describe(device, tf32), times, errors, phases, {})
 
 
 def _phases(
@@ -120,6 +119,12 @@ def _markdown(r: Precision, options: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _save(result: Precision, options: argparse.Namespace) -> None:
+    stem = options.folder / f"curvature-{machine(options.device)}-{result.name}"
+    stem.with_suffix(".md").write_text(_markdown(result, options), encoding="utf-8")
+    stem.with_suffix(".json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where to write")
@@ -136,9 +141,9 @@ def main() -> None:
     exact = reference(problem)
     for precision in options.precisions:
         result = _measure(problem, exact, precision == "tf32", options)
-        stem = options.folder / f"curvature-{machine(options.device)}-{precision}"
-        stem.with_suffix(".md").write_text(_markdown(result, options), encoding="utf-8")
-        stem.with_suffix(".json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+        _save(result, options)  # what follows takes longest
+        result = replace(result, many=_many(problem, options))
+        _save(result, options)
         print(_markdown(result, options), flush=True)
 
 
