@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -662,6 +663,62 @@ def test_second_derivatives_in_fewer_digits_are_not_judged(n: int) -> None:
         with torch.no_grad():
             model.body.weight.mul_(scale)
         assert not sf.trace(model, data(n=n), estimator=sf.Hutchinson(probes=4)).exact
+
+
+class Held(Rounded):
+    """The same, its root mean square held fixed in the gradient's own slope."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        f, g = x.float(), grads[0].float()
+        r = (f.detach().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return (r * g - f * r**3 * (g * f).mean(-1, keepdim=True)).to(x.dtype)
+
+
+def normed(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    """Behind a norm in float32."""
+    narrow = h.float()
+    narrow = narrow * (narrow.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    return function(narrow.to(h.dtype))
+
+
+@pytest.mark.parametrize("n", [1, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_second_derivatives_of_models_that_cast_to_float32(
+    dtype: torch.dtype, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without their casts they are compared as finely as others'."""
+    few = sf.Hutchinson(probes=4)
+    for norm in (Rounded, Square):
+        sf.trace(Between(partial(normed, norm.apply)).to(dtype), data(dtype, n), estimator=few)
+    monkeypatch.setattr(Square, "fixed", True)
+    for held in (Held.apply, partial(normed, Square.apply)):
+        with pytest.raises(sf.ModelError, match=r"second derivative of the model is not"):
+            sf.trace(Between(held).to(dtype), data(dtype, n), estimator=few)
+
+
+class Copied(torch.autograd.Function):
+    """tanh in float32. What it saves is its input where that is in float32, and else a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        narrow = x.float()
+        ctx.save_for_backward(narrow)
+        return narrow.tanh().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (narrow,) = ctx.saved_tensors
+        return (grads[0].float() * (1 - narrow.tanh().square())).to(grads[0].dtype)
+
+
+def test_second_derivatives_that_are_right_in_float32_alone() -> None:
+    model, (x, y) = Between(Copied.apply), data()
+    right = sf.trace(Between(torch.tanh), (x, y))
+    assert dict(sf.trace(model, (x, y))) == pytest.approx(dict(right), rel=1e-4)
+    with pytest.raises(sf.ModelError, match=r"second derivative of the model is not the slope"):
+        sf.trace(model.double(), (x.double(), y))
 
 
 def test_functions_that_take_no_float64_are_not_judged() -> None:
