@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -468,6 +469,21 @@ def test_a_negative_penalty_is_told_once(options: dict[str, Any]) -> None:
 def test_one_that_is_not_or_next_to_nothing_is_not(strength: float, loss: Any) -> None:
     model, x = make("relu")
     assert not warnings_of(FAM(model, "2", strength, loss=loss), model, x, 1)
+
+
+@pytest.mark.parametrize("entry", [math.nan, 1e200])
+@pytest.mark.parametrize("loss", ["cross_entropy", concave])
+def test_what_overflows_is_not_told(loss: Any, entry: float) -> None:
+    """As of a step that a scaler of gradients passes over; of later ones it still is."""
+    model, x = make("relu")
+    fam = FAM(model, "2", 1.0, loss=loss)
+    wrong = x.clone()
+    wrong[0, 0] = entry
+    model(wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fam(LABELS).isfinite()
+    assert len(warnings_of(fam, model, x, 2)) == (loss is concave)
 
 
 def test_chance_is_not_told() -> None:

@@ -218,9 +218,11 @@ class FAM:
         """Once, where the penalty is below zero beyond chance and matters."""
         penalties = self._last.values()
         value = sum(float(p.value) for p in penalties)
-        if self._warned or value >= -4 * math.hypot(*(float(p.stderr) for p in penalties)):
+        chance = 4 * math.hypot(*(float(p.stderr) for p in penalties))
+        # Of a pass that overflowed, as under a scaler of gradients, both are NaN or infinite.
+        if self._warned or not -math.inf < value < -chance:
             return
-        if self.current_share < _MATTERS:
+        if not self.current_share >= _MATTERS:
             return
         self._warned = True
         kappa = "‖W‖² Tr H" if self._choices.simplified else "relative flatness"
