@@ -142,6 +142,20 @@ def test_exception_in_a_checkpointed_block(call: Callable[..., Any]) -> None:
     assert seen
 
 
+class Circular(nn.Linear):
+    """It raises an error that was being handled when it was raised, by way of another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = ValueError("is too much"), KeyError("x")
+        one.__context__, other.__context__ = other, one
+        raise one
+
+
+def test_exceptions_in_a_circle() -> None:
+    with pytest.raises(sf.ForwardError, match="is too much"):
+        sf.trace(Circular(4, 3), (torch.randn(6, 4), torch.arange(6) % 3))
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_exception_in_the_loss(steps: int) -> None:
     model, data = busy()

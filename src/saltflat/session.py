@@ -497,7 +497,9 @@ def end_checkpoints(error: BaseException | None) -> None:
     Until torch 2.12 they stay for as long as the error does, and then whatever hooks lie on top by
     that time are taken off in their place.
     """
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # contexts may go round in a circle
+        seen.add(id(error))
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         for frame in reversed(frames):  # the innermost has come last
             inside = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
