@@ -216,6 +216,35 @@ def test_samples_in_another_order_are_refused() -> None:
         sf.trace(model, Reordered(data), tolerance=TOLERANCE)
 
 
+class Masked(nn.Module):
+    """With a class that cannot be chosen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(self.model(x), (0, 1), value=-1e9)
+
+
+class Behind(Reordered):
+    """In another order on every pass, but for the first samples."""
+
+    def __iter__(self) -> Iterator[Data]:
+        self.passes += 1
+        order = torch.Generator().manual_seed(self.passes)
+        rows = torch.arange(len(self.data[0]))
+        rows[20:] = rows[20:][torch.randperm(len(rows) - 20, generator=order)]
+        return ((self.data[0][part], self.data[1][part]) for part in rows.split(20))
+
+
+def test_masked_classes_do_not_hide_another_order() -> None:
+    """Beside their scores those of all others are next to nothing."""
+    model, data = trained()
+    with pytest.raises(sf.ChangedData, match="another order on another pass"):
+        sf.trace(Masked(model), Behind(data), tolerance=TOLERANCE)
+
+
 def test_an_audit_is_exact() -> None:
     model, data = trained()
     few = tuple(part[:300] for part in data)

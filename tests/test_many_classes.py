@@ -11,7 +11,7 @@ import torch
 from dense import Dense
 from scipy.stats import norm
 from scipy.stats import t as student
-from test_adaptive import Reordered
+from test_adaptive import Behind, Reordered
 from torch import Tensor, nn
 from untouched import assert_untouched, fingerprint
 
@@ -204,6 +204,31 @@ def test_batches_do_not_matter_to_samples_that_dominate() -> None:
     assert list(parts.values()) == pytest.approx(list(whole.values()), rel=1e-10)
     with pytest.raises(sf.ChangedData, match="another order on another pass"):
         sf.trace(model, Reordered((x, y)), tolerance=0.1)
+
+
+class Masked(nn.Module):
+    """Every seventh class cannot be chosen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.model(x)
+        never = torch.arange(outputs.shape[1]) % 7 == 0
+        return outputs.masked_fill(never, -1e9)
+
+
+def test_masked_classes_do_not_hide_another_order() -> None:
+    """Beside their scores those of all others are next to nothing."""
+    model, x, _ = network()
+    model, x = outlying(model, x, 3)
+    model, data = Masked(model), (x.roll(30, 0), torch.ones(64, dtype=torch.long))
+    truth = sf.trace(model, data).total
+    found = sf.trace(model, data, tolerance=0.1)
+    assert abs(found.total - truth) <= 4 * found.stderr
+    with pytest.raises(sf.ChangedData, match="another order on another pass"):
+        sf.trace(model, Behind(data), tolerance=0.1)
 
 
 @pytest.mark.parametrize(

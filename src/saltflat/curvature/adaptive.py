@@ -65,6 +65,7 @@ from saltflat.curvature.sweep import (
     Pass,
     Requests,
     backward,
+    beside_largest,
     direction_price,
     insist_on_order,
     joinable,
@@ -578,7 +579,7 @@ class PackedPass(PairPass):
         """
         pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
         rows = pairs.samples[self._table[0]].to(self.outputs.device)
-        insist_on_order(self.outputs[rows], chunk.outputs.detach())
+        insist_on_order(beside_largest(self.outputs[rows]), beside_largest(chunk.outputs))
         which = pairs.directions[at].masked_fill(none, -1).to(rows.device)
         columns = self.survey.side().chosen(which, rows)
         root = pairs.weights[at].sqrt().to(columns)

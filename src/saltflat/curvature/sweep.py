@@ -150,6 +150,7 @@ _LARGE = 1 << 17
 _MOST_NAMES = 2048
 
 _LOOKS = 8  # numbers by which a sample is known again
+_FAINTEST = -30.0  # of a class's score beside the largest: it has next to no probability
 _MIXES = 2  # of the directions that a pass leaves out
 SURPRISE = 6.0  # times what was expected of a mix: its directions may hold anything
 
@@ -839,10 +840,20 @@ def _taken(steps: Iterable[Callable[[], None]], behind: int) -> None:
 
 def looks(outputs: Tensor) -> Tensor:
     """A few numbers by which samples are known again, from their outputs."""
-    flat = outputs.detach().flatten(1).double()
+    flat = beside_largest(outputs)
     generator = torch.Generator().manual_seed(20_261_119)
     signs = torch.randn(flat.shape[1], _LOOKS, generator=generator, dtype=flat.dtype).sign_()
     return (flat @ signs.to(flat.device)).cpu()
+
+
+def beside_largest(outputs: Tensor) -> Tensor:
+    """The scores of classes beside the largest, by which a softmax goes, of every sample.
+
+    Classes that are masked have scores beside which those of all others are rounding: samples could
+    not be told apart.
+    """
+    flat = outputs.detach().flatten(1).double()
+    return (flat - flat.amax(1, keepdim=True)).clamp_(min=_FAINTEST)
 
 
 def insist_on_order(before: Tensor, now: Tensor) -> None:
