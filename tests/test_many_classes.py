@@ -23,15 +23,17 @@ from saltflat.losses import CrossEntropy, resolve
 CLASSES = 210  # so many that all directions cost more than 70 gradients
 
 
-def network(scale: float = 1.0, width: int = 2) -> tuple[nn.Module, Tensor, Tensor]:
-    """`scale` makes it confident."""
+def network(
+    scale: float = 1.0, width: int = 2, samples: int = 64
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """`scale` makes it confident; of few samples a few then dominate all others."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, CLASSES)).double()
     with torch.no_grad():
         for p in model[2].parameters():
             p.mul_(scale)
-    x = torch.randn(64, 3, dtype=torch.float64)
-    return model, x, torch.arange(64)
+    x = torch.randn(samples, 3, dtype=torch.float64)
+    return model, x, torch.arange(samples) % CLASSES
 
 
 @pytest.mark.parametrize("top", [0, 1, 3, 9])
@@ -66,9 +68,9 @@ def test_the_likeliest_columns_and_the_rest_make_the_whole(
         torch.testing.assert_close(sides.left(), left, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_a_tolerance_is_reached_for_less(scale: float) -> None:
-    model, x, y = network(scale)
+@pytest.mark.parametrize(("scale", "samples"), [(1.0, 64), (8.0, 640)])
+def test_a_tolerance_is_reached_for_less(scale: float, samples: int) -> None:
+    model, x, y = network(scale, samples=samples)
     dense = Dense(model, x, y)
     truth = float(dense.hessian.trace())
     before = fingerprint(model)
@@ -238,14 +240,40 @@ def test_masked_classes_do_not_hide_another_order() -> None:
         ([1.0] * 40, []),
         ([9.0] + [1.0] * 39, [0]),
         ([1.0] * 20 + [9.0, 99.0] + [1.0] * 18, [20, 21]),  # the one hides the other
-        ([2.0**k for k in range(40)], [36, 37, 38, 39]),  # at most a tenth
+        ([1.0] * 38 + [99.0, 9.0], [38, 39]),
+        ([2.0**k for k in range(40)], [*range(40)]),  # one is left to dominate, however many go
+        ([1.0] * 9, [*range(9)]),
     ],
 )
 def test_which_samples_dominate(shares: list[float], chosen: list[int]) -> None:
     left = torch.tensor(shares)
+    samples = len(left)
     for block in (0, 1):
-        both = torch.stack([left, torch.ones(40)][:: 1 - 2 * block], 1)
-        assert Settled.of(both, torch.zeros(40, 8)).places.tolist() == chosen
+        both = torch.stack([left, torch.ones(samples)][:: 1 - 2 * block], 1)
+        settled = Settled.of(both, torch.zeros(samples, 8))
+        assert settled.places.tolist() == chosen
+        assert settled.are_many(samples) == (len(chosen) > samples / 10)
+
+
+def test_who_dominates_what_others_have_left() -> None:
+    """Those of one block are gone from the other one too, where the next one then has too much."""
+    left = torch.full((60, 2), 0.01)
+    left[:4, 0] = 1000.0
+    left[:12, 1] = 1.0  # twelve that are alike, of which eight are left
+    assert Settled.of(left, torch.zeros(60, 8)).places.tolist() == [*range(12)]
+
+
+def test_where_many_dominate_pairs_are_chosen() -> None:
+    """With samples that all differ by factors one would always be left to dominate."""
+    model, x, y = network()
+    x = x * (1.5 ** torch.arange(64, dtype=x.dtype))[:, None]
+    truth = sf.trace(model, (x, y))
+    for seed in range(5):
+        found = sf.trace(model, (x, y), tolerance=0.1, seed=seed)
+        assert "no random mixes, since so many samples" in str(found.notes)
+        assert found.stderr <= 0.1 * truth.total
+        for name, detail in found.details.items():
+            assert abs(float(detail.value) - truth[name]) <= 4 * float(detail.stderr)
 
 
 @pytest.mark.slow
@@ -281,7 +309,7 @@ def test_errors_of_networks_that_have_learnt_are_calibrated(
 
 def test_without_the_likeliest_classes_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: of a confident network they hold most of the trace."""
-    model, x, y = network(8.0)
+    model, x, y = network(8.0, samples=640)
     truth = sf.trace(model, (x, y)).total
     columns = loss_hessian.SoftmaxSketch.columns
 

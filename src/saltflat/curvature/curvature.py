@@ -125,6 +125,7 @@ Choice = Callable[[Sequence["Layer"]], Parameters]
 # What is wanted, the batches and the first of them, to what is left to sweep for.
 _Way = Callable[[Requests, Iterable[Batch], Batch], Requests | Refutation]
 
+_MANY = "no random mixes, since so many samples would each have much of a block's error"
 _LIKELIHOOD = (
     "the model ends in a log-softmax: with it the negative log-likelihood is the cross-entropy of "
     "what goes in, and is measured as that"
@@ -795,6 +796,10 @@ class _Search:
         likeliest = self._likeliest(wanted, count)
         if isinstance(likeliest, Refutation):
             return likeliest
+        asked = f"tolerance={self.settings.tolerance:g}"
+        if likeliest is None:
+            self.findings.notes.append(f"{asked}: {_MANY}")
+            return requests
         known, settled, swept = likeliest
         top = _LIKELIEST if known else 0
         price = count * direction_price(frozenset[Kind]().union(*wanted.values()))
@@ -804,7 +809,6 @@ class _Search:
         done = search.run()
         if isinstance(done, Refutation):
             return done
-        asked = f"tolerance={self.settings.tolerance:g}"
         if done is None:
             note = f"{asked}: random mixes would cost more than all {count} directions"
             self.findings.notes.append(note)
@@ -823,10 +827,10 @@ class _Search:
 
     def _likeliest(
         self, requests: Requests, count: int
-    ) -> tuple[dict[tuple[Kind, str], Tensor], Settled | None, float] | Refutation:
+    ) -> tuple[dict[tuple[Kind, str], Tensor], Settled | None, float] | Refutation | None:
         """What the directions of the likeliest classes give, where the outputs are one choice, and
         all of a few samples that would carry the noise of the others; and how many directions a
-        sample that took."""
+        sample that took. None where these samples are many."""
         if not isinstance(self.whole.loss, CrossEntropy) or len(self.plan.outputs) > 1:
             return {}, None, 0
         requests = {name: kinds | _TRACE for name, kinds in requests.items()}
@@ -840,6 +844,8 @@ class _Search:
         settled = Settled.of(*map(torch.cat, every))
         if not len(settled.places):
             return fetched(sweep.values()), None, _LIKELIEST
+        if settled.are_many(sweep.samples):
+            return None
         rest = self._pass(requests, must_be_linear=self.hessian)
         rest.ranks = range(_LIKELIEST, count)
         # Gathered samples are elsewhere in their batch than those that were looked at.

@@ -104,15 +104,26 @@ class Settled:
         """Those to be settled, if so much, (samples, blocks), is left of all of them to be drawn.
 
         Of every block and of the sum of all, the largest one by one, until none has too much of
-        the squares of those that are left. If these are too many, the first of every block.
+        the squares of those that are left; and again, as those of one block are gone from all.
         """
         left = torch.cat([left, left.sum(1, keepdim=True)], 1).double()
-        squares, order = left.square().sort(0, descending=True)
-        tails = squares.flip(0).cumsum(0).flip(0)
-        chosen = order[(squares > _SETTLED * tails).cumprod(0).bool()]
-        first = [*dict.fromkeys(chosen.tolist())][: int(_MOST_SETTLED * len(left))]
-        places = torch.tensor(sorted(first), dtype=torch.long)
-        return Settled(places, looks[places])
+        settled = torch.zeros(len(left), dtype=torch.bool)
+        while True:
+            squares, order = left.square().sort(0, descending=True)
+            tails = squares.flip(0).cumsum(0).flip(0)
+            chosen = order[(squares > _SETTLED * tails).cumprod(0).bool()]
+            if not len(chosen):
+                return Settled(settled.nonzero().flatten(), looks[settled])
+            settled[chosen] = True
+            left[chosen] = 0.0
+
+    def are_many(self, samples: int) -> bool:
+        """Whether they are too many of all samples for draws of the others to be worth it.
+
+        To leave some of them out would be worse than to settle none: one that is left dominates
+        what is drawn all the more.
+        """
+        return len(self.places) > _MOST_SETTLED * samples
 
     def batches(self, risk: Risk, start: int) -> Iterator[Batch]:
         """Those here, gathered; `start` is the place of the first sample here."""
@@ -463,8 +474,8 @@ FEW_DIRECTIONS = 16
 
 _PILOT_SAMPLES, _PILOT_DRAWS = 8, 2
 _MOST_DRAWS = 4096
-# A sample with more of a block's variance is not drawn, if these are not too many samples; and how
-# many of them go together.
+# A sample with more of a block's variance is not drawn; where these are a larger part of all
+# samples, none is; and how many of them go together.
 _SETTLED, _MOST_SETTLED, _ROWS = 0.1, 0.1, 1024
 # Samples times draws: so few signs may agree by chance.
 _LEAST_SIGNS = 64
