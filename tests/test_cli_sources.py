@@ -340,6 +340,11 @@ def test_programs_that_are_refused(files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "n.pt2").write_bytes(b"nothing")
     with pytest.raises(LoadError, match=r"n\.pt2 cannot be read"):
         load_model(str(tmp_path / "n.pt2"))
+    with zipfile.ZipFile(tmp_path / "e.pt2", "w") as archive:  # as torch 2.6 writes it
+        archive.writestr("serialized_exported_program.json", "{}")
+        archive.writestr("version", "8.2")
+    with pytest.raises(LoadError, match=r"format of torch before 2\.8"):
+        load_model(str(tmp_path / "e.pt2"))
 
 
 # Hugging Face folders

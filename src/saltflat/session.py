@@ -311,7 +311,7 @@ class _Snapshot:
         self.values = TensorValues(worked_on) if values is None else values
         self.records.append(self.values)
         counted = (t for _, t in everything.values() if not t.is_inference())
-        self.versions = _unsafe_preserve_version_counter(tuple(counted))
+        self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in counted]
 
     def restore(self) -> dict[str, Redo]:
         """Put everything back, also what comes after a step that fails; tells what had changed."""
@@ -323,7 +323,8 @@ class _Snapshot:
             except BaseException as error:
                 failure = failure or error
         # The values are as they were, so what autograd has saved of them is valid.
-        self.versions.__exit__(None, None, None)
+        for version in self.versions:
+            version.__exit__(None, None, None)
         if failure is not None:
             raise failure
         return left

@@ -25,6 +25,7 @@ from saltflat.checkpoints import check_growth, existing, explained
 from saltflat.errors import InvalidValue, LoadError
 
 _SCHEMA = 8  # the major version of torch's schema that is read
+_EARLIER = "serialized_exported_program.json"  # is in what earlier versions wrote
 
 # The numbers that the schema gives to types, memory formats and layouts.
 _DTYPES: dict[int, torch.dtype] = {
@@ -245,7 +246,13 @@ def load(path: Path) -> Program:
     """The program of a .pt2 file."""
     with explained(existing(path)), zipfile.ZipFile(path) as archive:
         check_growth(path, archive)
-        roots = {name.split("/")[0] for name in archive.namelist()}
+        names = archive.namelist()
+        if _EARLIER in names:
+            raise LoadError(
+                f"{path} is in the format of torch before 2.8, which is not read. Export the model "
+                "again with a newer torch."
+            )
+        roots = {name.split("/")[0] for name in names}
         if len(roots) != 1:
             raise LoadError(f"{path} is not an archive that torch.export.save wrote.")
         root = roots.pop()

@@ -160,7 +160,7 @@ class Feeds(TorchFunctionMode):
         return output
 
     def _layer(self, func: Any, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> None:
-        bound = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+        bound = {name: args[k] for k, name in enumerate(("input", "weight")[: len(args)])} | kwargs
         self.use([args[2:], {k: v for k, v in kwargs.items() if k != "weight"}, bound["input"]])
         known = self.weights.get(id(bound["weight"]))
         if known is None:
