@@ -25,6 +25,7 @@ from saltflat.checkpoints import check_growth, existing, explained
 from saltflat.errors import InvalidValue, LoadError
 
 _SCHEMA = 8  # the major version of torch's schema that is read
+_AGAIN = "Export the model again with torch 2.11 to 2.13, or name it by its code: file.py:make_model"
 _EARLIER = "serialized_exported_program.json"  # is in what earlier versions wrote
 
 # The numbers that the schema gives to types, memory formats and layouts.
@@ -249,8 +250,7 @@ def load(path: Path) -> Program:
         names = archive.namelist()
         if _EARLIER in names:
             raise LoadError(
-                f"{path} is in the format of torch before 2.8, which is not read. Export the model "
-                "again with a newer torch."
+                f"{path} is in the format of torch before 2.8, which is not read. {_AGAIN}."
             )
         roots = {name.split("/")[0] for name in names}
         if len(roots) != 1:
@@ -260,8 +260,7 @@ def load(path: Path) -> Program:
         version = content["schema_version"]["major"]
         if version != _SCHEMA:
             raise LoadError(
-                f"{path} has version {version} of torch's format; {_SCHEMA} is read. Export the "
-                "model again with the torch that is installed here."
+                f"{path} has version {version} of torch's format; {_SCHEMA} is read. {_AGAIN}."
             )
         state: dict[str, Tensor] = {}
         for folder in ("weights", "constants"):
@@ -272,10 +271,7 @@ def load(path: Path) -> Program:
 def _payload(path: Path, archive: zipfile.ZipFile, folder: str, config: str) -> dict[str, Tensor]:
     """The tensors of one folder of the archive."""
     if f"{folder}/{config}" not in archive.namelist():
-        raise LoadError(
-            f"{path} was written by an older torch, as a pickle. Export the model again with the "
-            "torch that is installed here."
-        )
+        raise LoadError(f"{path} was written by an older torch, as a pickle. {_AGAIN}.")
     entries = json.loads(archive.read(f"{folder}/{config}"))["config"]
     return {name: _tensor(path, archive, folder, name, e) for name, e in entries.items()}
 
