@@ -25,7 +25,9 @@ from saltflat.checkpoints import check_growth, existing, explained
 from saltflat.errors import InvalidValue, LoadError
 
 _SCHEMA = 8  # the major version of torch's schema that is read
-_AGAIN = "Export the model again with torch 2.11 to 2.13, or name it by its code: file.py:make_model"
+_AGAIN = (
+    "Export the model again with torch 2.11 to 2.13, or name it by its code: file.py:make_model"
+)
 _EARLIER = "serialized_exported_program.json"  # is in what earlier versions wrote
 
 # The numbers that the schema gives to types, memory formats and layouts.
