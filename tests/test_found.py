@@ -207,3 +207,19 @@ def test_single_networks_of_the_small_sizes_and_of_lenet() -> None:
         for decay in ("5e-4", "0")
     ]
     assert min(differing) > 0
+
+
+def test_how_many_times_faster_than_the_loop() -> None:
+    rows = RESULTS["minimum-sharpness/figure-1"].rows
+    some = [row for row in rows if row.what.endswith("times faster than the loop")]
+    low, high = min(row.ours for row in some), max(row.ours for row in some)
+    assert f"takes 1/{float(f'{low:.3g}'):.0f} to 1/{float(f'{high:.2g}'):.0f} of the" in TEXT
+    there = [row.published for row in some if row.published is not None]
+    assert f"(1/{min(there):.0f} to 1/{max(there):.0f} published" in TEXT
+
+
+def test_how_accuracies_scatter_from_seed_to_seed() -> None:
+    name = "relative-flatness/table-1"
+    methods = dict.fromkeys(run["method"] for run in of(name))
+    scatter = [numbers(of(name, method=each), "accuracy").std(ddof=1) for each in methods]
+    assert f"scatter by {min(scatter):.2f} to {max(scatter):.2f} points" in TEXT
