@@ -148,6 +148,9 @@ def test_neurons_rescaled_move_kappa_but_not_rho(tiny):
     assert outcome["kappa_trace_max"] >= max(layers)
 
 
+REACHED = {"train_loss": 0.01, "train_accuracy": 1.0, "collapsed": 0.0}
+
+
 def invented(experiment, shuffled: bool = False) -> list[Run]:
     """Networks whose gap is the logarithm of every measure."""
     settings = experiment.runs("full")
@@ -157,7 +160,7 @@ def invented(experiment, shuffled: bool = False) -> list[Run]:
     if shuffled:
         gaps = np.random.default_rng(0).permutation(gaps)
     return [
-        Run(each, dict.fromkeys(names, value) | {"gap": gap, "train_loss": 0.01, "collapsed": 0.0})
+        Run(each, dict.fromkeys(names, value) | {"gap": gap, **REACHED})
         for each, value, gap in zip(settings, values, gaps, strict=True)
     ]
 
@@ -178,6 +181,22 @@ def test_rows_and_picture_of_known_numbers(experiment, tmp_path, monkeypatch):
     assert all(abs(row.ours) < 0.3 for row in control)
     assert all(row.ours == 0 for what, row in table.items() if what.startswith("largest"))
     experiment.draw(invented(experiment)).savefig(tmp_path / "figure.png")
+
+
+def test_training_error_is_read_in_two_ways(monkeypatch):
+    """A loss above 0.07, with which few images are wrong, and many wrong images."""
+    monkeypatch.setattr(correlations, "_DRAWS", 20)
+    runs = invented(THIRD)
+    far = {"train_loss": 0.2, "train_accuracy": 0.95}, {"train_loss": 0.2, "train_accuracy": 0.9}
+    for k, change in enumerate(far):
+        runs[k] = replace(runs[k], outcome={**runs[k].outcome, **change})
+    table = {row.what: row for row in THIRD.rows(runs)}
+    assert table["training loss above 0.07, left out"].ours == 2
+    assert table["wrong training images above 0.07, left out"].ours == 1
+    assert "38 networks" in table["Pearson, κ_τ of layer 1 and gap"].note
+    by_images = table["Pearson, κ_τ of layer 1 and gap, at most 0.07 of the training images wrong"]
+    assert "39 networks" in by_images.note
+    assert by_images.published == 0.7
 
 
 def test_a_change_that_cannot_be_measured_is_told():

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -429,6 +430,22 @@ def test_a_terminal_has_a_bar(
         tally.advance(1)
         assert "1 of 2 runs, " in str(tally)
     assert "\x1b[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_terminal_shows_the_time_left_however_narrow(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    clock = [0.0]
+    monkeypatch.setattr(shown, "perf_counter", lambda: clock[0])
+    with Tally("relative-flatness/table-1-fashion-mnist", total=20, found=3) as tally:
+        clock[0] += 130
+        tally.advance(1)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "about 35 min left" in last
+    assert ("4 of 20 runs, 0.5 a minute, about 35 min left" in last) == (columns == 200)
 
 
 @pytest.mark.parametrize("function", [sweep, train_together])

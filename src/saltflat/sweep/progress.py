@@ -9,6 +9,7 @@ from typing import final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
+from rich.table import Column
 from rich.text import Text
 
 from saltflat.work import spelled
@@ -28,6 +29,7 @@ class Tally:
         self._bar = Progress(
             SpinnerColumn(),
             _Words(self),
+            _Left(self),
             BarColumn(bar_width=10),
             console=console,
             transient=True,
@@ -56,17 +58,37 @@ class Tally:
             self._log()
 
     def __str__(self) -> str:
+        return f"{self.counts}, {self.left}" if self.left else self.counts
+
+    @property
+    def counts(self) -> str:
+        """How many are done, and how fast they were."""
         text = f"{self.title}: {self.found + self.done} of {self.total} runs"
         if self.failed:
             text += f", {self.failed} failed"
-        over = self.done + self.failed
-        if not over:
+        if not self._over:
             return f"{text} were done before" if self.found else text
-        pace = max(self._last - self._start, 1e-9) / over
-        text += f", {60 / pace:.1f} a minute" if pace > 1 else f", {1 / pace:.1f} a second"
-        missing = self.total - self.found - over
-        left = max(0.0, pace * missing - (perf_counter() - self._last))
-        return f"{text}, about {spelled(left)} left" if missing else text
+        pace = self._pace
+        rate = f"{60 / pace:.1f} a minute" if pace > 1 else f"{1 / pace:.1f} a second"
+        return f"{text}, {rate}"
+
+    @property
+    def left(self) -> str:
+        """The time that is left; nothing as long as it is not known, and in the end."""
+        missing = self.total - self.found - self._over
+        if not (self._over and missing):
+            return ""
+        seconds = self._pace * missing - (perf_counter() - self._last)
+        return f"about {spelled(max(0.0, seconds))} left"
+
+    @property
+    def _over(self) -> int:
+        return self.done + self.failed
+
+    @property
+    def _pace(self) -> float:
+        """Seconds a run."""
+        return max(self._last - self._start, 1e-9) / self._over
 
     def _log(self) -> None:
         self._told = perf_counter()
@@ -75,11 +97,24 @@ class Tally:
 
 @final
 class _Words(ProgressColumn):
-    """What the tally says, anew whenever it is drawn."""
+    """What the tally counts, anew whenever it is drawn; cut off where a terminal is too narrow."""
 
     def __init__(self, tally: Tally) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=False))  # gives way to the others
         self._tally = tally
 
     def render(self, task: Task) -> Text:
-        return Text(str(self._tally), no_wrap=True)
+        counts, more = self._tally.counts, bool(self._tally.left)
+        return Text(f"{counts}," if more else counts, no_wrap=True, overflow="ellipsis")
+
+
+@final
+class _Left(ProgressColumn):
+    """The time that is left, in full."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._tally = tally
+
+    def render(self, task: Task) -> Text:
+        return Text(self._tally.left)

@@ -25,7 +25,7 @@ _NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "LeNet": lambda: lenet5(channels=3, batch_norm=True),
     "VGG-11": vgg11,
 }
-_EPOCHS = 200  # of the paper, whose learning rate falls after 60, 120 and 160 of them
+_EPOCHS = 200  # assumed of the paper, whose learning rate falls after 60, 120 and 160 of them
 _SCHEDULE = decays(60 / _EPOCHS, 120 / _EPOCHS, 160 / _EPOCHS, by=0.1)
 # At rate 0.1 from the first step on, VGG-11 was at chance after 230 steps, and with a rise over 200
 # it was not: one seed each, in batches of 64. Those of 2048 and rate 0.2 were not tried.
@@ -35,8 +35,9 @@ _MOMENTUM = 0.9
 LANGEVIN = 20  # inner steps of Entropy-SGD; its trainings end with a whole round
 
 CHANGED = (
-    "The learning rate falls at the same parts of the training as in the paper, and λ grows by "
-    "1.02 to the power of 200 over the number of epochs, so that it ends where the paper's does.",
+    "The paper does not say how long it trains: 200 epochs are assumed. The learning rate falls at "
+    "the same parts of the training as there, and λ grows by 1.02 to the power of 200 over the "
+    "number of epochs, so that it ends where it would there.",
     "Images are cropped after padding by 4 and flipped at random, and their channels standardised; "
     "the paper tells of neither.",
     "The gradient of the BN-Sharpness is the right one, as in `sf.BNSharpnessSGD`: the paper's "

@@ -107,9 +107,10 @@ def _experiment(
             "tells of no such rise.",
             "On a GPU networks run in bfloat16, their weights and optimizers in float32.",
             *CHANGED,
-            "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at the "
-            "learning rate of SGD, inner and outer; no dropout, γ constant. Its curve is of the "
-            "weights as an epoch leaves them, within such steps, and ends with the centre.",
+            "Entropy-SGD moves its centre to the average of 20 inner steps of momentum 0.9 at a "
+            f"learning rate of {_rate('E-SGD', batch):g}, inner and outer; no dropout, γ constant. "
+            "Its curve is of the weights as an epoch leaves them, within such steps, and ends with "
+            "the centre.",
             "The small size has the LeNet with BatchNorm in place of VGG-11, 512 training images, "
             f"batches of {_SMALL[batch]} and 20 epochs.",
         ),

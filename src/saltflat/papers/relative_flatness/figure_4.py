@@ -185,6 +185,8 @@ FIGURE_4 = Experiment(
     changed=(
         "The paper names neither its network nor its sizes: here 20-m-m-10 with ReLU, a batch of "
         "64 and the Hessian of the m × m weights in the middle.",
+        "The paper's times are of a GPU, an NVIDIA RTX A6000, on which a Hessian's rows are "
+        "computed at once; the machine here is named below.",
         "Times are in gradients of the same network: medians of up to 20 rounds, with quartiles. "
         "FAM's penalty is added, which needs no Hessian.",
         "functorch is what PyTorch has of it now, `torch.func.hessian`.",

@@ -125,6 +125,8 @@ FIGURE_5 = Experiment(
     changed=(
         "The paper names neither its network, nor its sizes, nor how many probes it takes: here "
         "20-m-m-10 with ReLU, a batch of 64 and 100 probes.",
+        "The paper's times are of a GPU, an NVIDIA RTX A6000, on which a Hessian's rows are "
+        "computed at once; the machine here is named below.",
         "Times are in gradients of the same network: medians of up to 20 rounds, with quartiles. "
         "The exact trace without the Hessian is added.",
         "Beyond 96 × 96 weights (24 × 24 in the small size) the Hessian is not written out.",

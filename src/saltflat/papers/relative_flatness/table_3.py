@@ -269,6 +269,8 @@ TABLE_3 = Experiment(
         "FAM with a share of 0.05 in place of λ = 3e6: the public code of the paper leaves the "
         "derivative of the Hessian out and indexes the wrong axes of it, so that its λ means "
         "something else.",
+        'The paper applies FAM to the "penultimate layer". This is taken for the weights behind '
+        "the penultimate representation, those of the last linear layer.",
         "AdamW without weight decay, the learning rate falling linearly to zero, in bfloat16 on a "
         "GPU; the paper does not tell of these.",
         "The small size does not fine-tune: the encoder is frozen and embeds each sentence by "

@@ -1,9 +1,10 @@
 """Figures 3 to 6: the measures by layer, by neuron and for the network, of networks on MNIST.
 
-The paper trains a network of four hidden layers with four batch sizes, leaves out those whose
-training loss stays above 0.07, and draws against the generalisation error: κ_τ of every hidden
-layer (figure 3), the sums ρ_σ (figure 4) and the maxima ρ (figure 5) over its neurons, and the sums
-and maxima over layers (figure 6).
+The paper trains a network of four hidden layers with four batch sizes, leaves out those with more
+than 0.07 "training error", and draws against the generalisation error: κ_τ of every hidden layer
+(figure 3), the sums ρ_σ (figure 4) and the maxima ρ (figure 5) over its neurons, and the sums and
+maxima over layers (figure 6). Its other errors are losses, so that this one is taken for a loss;
+what comes out if it is the part of the training images that are wrong is in the table too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _RATES = {1000: 0.02, 2000: 0.04, 4000: 0.08, 8000: 0.16}
 _SMALL = {50: 0.02, 100: 0.04, 200: 0.08, 400: 0.16}
 _SEEDS = 10
-_LEAST_TRAINED = 0.07
+_MOST_ERROR = 0.07
 _HIDDEN = (1, 2, 3, 4)
 _STRONG = 0.7  # "strong (with ρ ≥ 0.7)", of figure 3
 # Of a layer: figures 3, 4 and 5. Of the network: figure 6.
@@ -150,14 +151,32 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     for name, symbol in _OF_NETWORK.items():
         change = largest_change(runs, name, f"{name}_moved")
         table.append(Row(f"largest relative change of {symbol}, neurons rescaled", change))
-    left = f"training loss above {_LEAST_TRAINED}, left out"
-    table.append(Row(left, len(runs) - len(some), note=f"of {len(runs)} networks"))
-    return table + reached(runs)
+    table.append(_left_out("training loss", runs, some))
+    return table + _by_images(runs) + reached(runs)
+
+
+def _by_images(runs: Sequence[Run]) -> list[Row]:
+    """κ_τ by layer, and the network's measures, where the error is of the training images."""
+    some = [run for run in runs if 1 - float(run["train_accuracy"]) <= _MOST_ERROR]
+    layers = {f"kappa_trace_{layer}": f"κ_τ of layer {layer}" for layer in _HIDDEN}
+    where = f"at most {_MOST_ERROR} of the training images wrong"
+    table = []
+    for name, symbol in (layers | _OF_NETWORK).items():
+        row = _with_gap(some, name, symbol, "Pearson")
+        published = _STRONG if name in layers else None
+        note = f"{row.note}; published: at least" if published else row.note
+        table.append(Row(f"{row.what}, {where}", row.ours, row.error, published, note))
+    return [*table, _left_out("wrong training images", runs, some)]
+
+
+def _left_out(what: str, runs: Sequence[Run], some: Sequence[Run]) -> Row:
+    note = f"of {len(runs)} networks"
+    return Row(f"{what} above {_MOST_ERROR}, left out", len(runs) - len(some), note=note)
 
 
 def _counted(runs: Sequence[Run]) -> list[Run]:
-    """As in the paper; a loss that is not a number is not below the limit."""
-    return [run for run in runs if float(run["train_loss"]) <= _LEAST_TRAINED]
+    """By the loss; one that is not a number is not below the limit."""
+    return [run for run in runs if float(run["train_loss"]) <= _MOST_ERROR]
 
 
 def _with_gap(runs: Sequence[Run], name: str, symbol: str, kind: Kind) -> Row:
@@ -204,6 +223,9 @@ FIGURE_3 = Experiment(
         "collapse at once.",
         "Training takes 300 epochs of SGD without momentum, from biases of 0; the paper says until "
         "convergence. Ten seeds a batch size; the paper does not give their number.",
+        "The paper leaves out networks with more than 0.07 training error. This is taken for the "
+        "loss, as its other errors are; correlations are also given for where it is the part of "
+        "the training images that are wrong. The figure shows the former.",
         "Pixels are scaled to [-1, 1]. Images left over at an epoch's end, less than a batch, are "
         "dropped.",
         "The measures are of 10,000 training images, in float64.",
