@@ -100,7 +100,7 @@ def _of_copies(parameters: Mapping[str, Any]) -> dict[str, int]:
     for (mesh, placements), names in kinds.items():
         sums = [tuple(checksum(parameters[name].to_local()) for name in names)]
         for dim, placement in enumerate(placements):
-            if placement.is_shard():
+            if not placement.is_replicate():
                 group = mesh.get_group(dim)
                 parts: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(parts, sums, group=group)

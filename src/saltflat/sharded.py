@@ -105,7 +105,7 @@ def summed(number: Tensor, layout: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = layout
-    parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+    parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
     whole: Tensor = DTensor.from_local(number, mesh, parts, run_check=False).full_tensor()
     return whole
 
