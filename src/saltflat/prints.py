@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat.errors import uninterrupted
-from saltflat.session import dense_parts
 from saltflat.sharded import is_sharded
+from saltflat.vectors import dense_parts
 
 _PIECE = 1 << 20  # words of eight bytes
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed integer

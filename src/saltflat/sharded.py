@@ -183,29 +183,19 @@ def _forget_pass(root: Any) -> None:
 
 
 _WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain ones are
+_RELIEVED: WeakSet[nn.Module] = WeakSet()  # modules whose weights others have put in their place
+
+
+def _at_work(model: nn.Module) -> list[Any]:
+    """The modules whose weights FSDP2 gathers and frees."""
+    return [module for module in gathering_modules(model) if module not in _RELIEVED]
 
 
 @contextmanager
-def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
-    """Within, all modules that `fully_shard` (FSDP2) shards have their whole weights.
-
-    Such a model is measured as one that is not sharded: all measures are there, and each process
-    may run passes of its own. It takes the memory of the whole model in every process. All
-    processes must enter and leave together.
-
-    Parameters
-    ----------
-    model : the model; one that is not sharded stays as it is.
-    until_backward : keep the weights afterwards, until the next backward pass is through with them.
-
-    Examples
-    --------
-    >>> import torch, saltflat as sf
-    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
-    >>> with sf.gathered(model):
-    ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
-    """
-    modules = [module for module in gathering_modules(model) if module not in _WHOLE]
+def unsharded(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
+    """Within, all modules that `fully_shard` (FSDP2) shards have what it gathers; afterwards too,
+    `until_backward`, until the next backward pass is through with it."""
+    modules = [module for module in _at_work(model) if module not in _WHOLE]
     groups = [g for m in modules for g in _groups_of(m._get_fsdp_state())]
     kept = ("reshard_after_backward", "post_forward_mesh_info")
     before = [(group, name, getattr(group, name)) for group in groups for name in kept]
@@ -237,7 +227,8 @@ def lent(model: nn.Module) -> Iterator[None]:
 
     Modules are sharded before and afterwards.
     """
-    modules, groups = gathering_modules(model), _groups(model)
+    modules = _at_work(model)
+    groups = [g for module in modules for g in _groups_of(module._get_fsdp_state())]
     if not modules or modules[0] in _WHOLE:
         yield
         return
@@ -262,7 +253,7 @@ def parameters_of(model: nn.Module) -> dict[str, Any]:
     """The parameters by name: those that processes share as DTensors, also where FSDP2 has just
     gathered them, unless they are to be whole."""
     known = dict[int, Any]()
-    for module in gathering_modules(model):
+    for module in _at_work(model):
         if module in _WHOLE:
             module.unshard()  # a state dict that was asked for has sharded it
             continue
@@ -283,7 +274,7 @@ def settled(model: nn.Module) -> Iterator[None]:
     back, so that processes need not gather it together.
     """
     with ExitStack() as stack:
-        for module in gathering_modules(model):
+        for module in _at_work(model):
             if module in _WHOLE:
                 module.unshard()
                 continue
@@ -314,6 +305,88 @@ def _restore(group: Any, attributes: list[dict[str, Any]]) -> None:
         vars(each).update(before)
         each._setattr_on_modules(each._sharded_post_forward_param)
     group._sharded_state = group.fsdp_params[0].sharded_state
+
+
+def parallel_tensors(model: nn.Module) -> list[Any]:
+    """The DTensors of a model that is tensor parallel; none of one that FSDP2 alone has sharded."""
+    of_plain = {
+        id(each.sharded_param)
+        for module in _at_work(model)
+        for group in _groups_of(module._get_fsdp_state())
+        for each in group.fsdp_params
+        if not each.is_dtensor
+    }
+    shared = [t for t in (*parameters_of(model).values(), *model.buffers()) if is_sharded(t)]
+    return shared if any(id(t) not in of_plain for t in shared) else []
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """Within, a model that processes share is the plain one that it stands for.
+
+    It has whole parameters and buffers in the place of DTensors, and none of the hooks by which
+    torch gathers them or moves inputs and outputs from one layout to another. All processes enter
+    together. Whether it then computes the same is for others to ask.
+    """
+    with settled(model), ExitStack() as stack:
+        places = [
+            (registry, name, tensor)
+            for module in model.modules()
+            for registry in (module._parameters, module._buffers)
+            for name, tensor in registry.items()
+            if is_sharded(tensor)
+        ]
+        whole = {id(t): t for _, _, t in places}
+        whole = {key: _plain_copy(t) for key, t in whole.items()}
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                stack.enter_context(_without_layouts(hooks))
+        stack.enter_context(_relieved(_at_work(model)))
+        try:
+            for registry, name, tensor in places:
+                registry[name] = whole[id(tensor)]
+            yield
+        finally:
+            for registry, name, tensor in places:
+                registry[name] = tensor
+
+
+def _plain_copy(sharded: Any) -> Tensor:
+    whole = _gathered_whole(sharded).clone()  # one that is replicated is no copy yet
+    if isinstance(sharded, nn.Parameter):
+        return nn.Parameter(whole, requires_grad=sharded.requires_grad)
+    return whole
+
+
+@contextmanager
+def _without_layouts(hooks: dict[int, Any]) -> Iterator[None]:
+    """Within, a module's hooks are those alone that are not torch's own for shared models."""
+    before = list(hooks.items())
+    taken = {key for key, hook in before if _moves_layouts(hook)}
+    try:
+        for key in taken:
+            del hooks[key]
+        yield
+    finally:
+        if taken:
+            now = dict(hooks)
+            hooks.clear()  # others may have come or gone in between
+            hooks.update((key, hook) for key, hook in before if key in taken or key in now)
+            hooks.update(now)
+
+
+def _moves_layouts(hook: Any) -> bool:
+    owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return owner.startswith(("torch.distributed.tensor", "torch.distributed.fsdp"))
+
+
+@contextmanager
+def _relieved(modules: Sequence[Any]) -> Iterator[None]:
+    try:
+        _RELIEVED.update(modules)
+        yield
+    finally:
+        _RELIEVED.difference_update(modules)
 
 
 @final
@@ -363,8 +436,7 @@ class Gathering(ABC):
             if is_sharded(p) and id(p) not in self.leaves:
                 raise ModelError(
                     f"Parameter {name!r} is a DTensor that fully_shard did not make of a plain "
-                    "tensor, as those of tensor parallelism are. Measure a copy of the model with "
-                    "plain parameters, full_tensor() of each."
+                    f"tensor, as those of tensor parallelism are. {ADVICE}"
                 )
 
     def _know(self, sharded: Any, leaf: Tensor) -> None:
@@ -713,6 +785,15 @@ def largest(sharded: Any, *numbers: int) -> list[int]:
     return found
 
 
+def greatest(shared: Iterable[Any], *numbers: int) -> list[int]:
+    """The largest that a process has of each number, among those that share some of the DTensors,
+    whose meshes may be rows and columns of one."""
+    found = list(numbers)
+    for tensor in {t.device_mesh: t for t in shared}.values():
+        found = largest(tensor, *found)
+    return found
+
+
 def state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What its state dict holds, whole, in the same order.
 
@@ -769,6 +850,7 @@ def _gathered_whole(sharded: Any) -> Tensor:
 
 
 ADVICE = (
-    "Measure it within `with saltflat.gathered(model):`, which takes the memory of the whole model "
-    "in every process, or measure a copy that is not sharded."
+    "Measure it within `with saltflat.gathered(model):`, or gathered(model, example_inputs) if it "
+    "is tensor parallel, which takes the memory of the whole model in every process; or measure a "
+    "copy that is not sharded."
 )
