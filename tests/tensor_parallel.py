@@ -6,16 +6,18 @@ same job in one process, with the whole model, is what it is compared with.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import Attempts, meet
-from test_sharded import dense, refused, samples, straight
+from test_sharded import FORMS, Checkpointed, dense, refused, samples, straight
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 import saltflat as sf
 from saltflat.errors import SaltflatError
+from saltflat.risk import Risk
 from saltflat.vectors import total_norm
 
 Data = tuple[Tensor, Tensor]
@@ -91,6 +94,12 @@ TRANSFORMER = {
 }
 
 
+FAILING = {
+    "0.one": ColwiseParallel(output_layouts=Replicate()),
+    "0.two": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
 class Tied(nn.Module):
     """One weight, in two modules."""
 
@@ -142,6 +151,8 @@ def spread(model: Any, mesh: DeviceMesh | None = None) -> Any:
         parallelize_module(model, mesh, plan)
         model.out.weight = model.embed.weight
         return model
+    if isinstance(model[0], Failing):
+        return parallelize_module(model, mesh, FAILING)
     if isinstance(model[1], Scaled):
         distribute_module(
             model[1],
@@ -190,11 +201,13 @@ def quantities(model: Any, data: Data, **options: Any) -> dict[str, Any]:
     }
 
 
-def whole(several: bool, how: Callable[[Any], Any] = spread) -> Any:
+def whole(
+    several: bool, how: Callable[[Any], Any] = spread, names: Iterable[str] = tuple(MODELS)
+) -> Any:
     """All measures of models that are gathered; frozen parameters stay so."""
     found = {}
-    for name, make in MODELS.items():
-        model, data = make(), data_of(make())
+    for name in names:
+        model, data = MODELS[name](), data_of(MODELS[name]())
         next(model.parameters()).requires_grad_(False)
         called = how(model) if several else model
         with sf.gathered(called, data[0]):
@@ -208,6 +221,42 @@ def whole(several: bool, how: Callable[[Any], Any] = spread) -> Any:
                 [type(b).__name__ for b in called.buffers()],
             )
     return found
+
+
+def rows_of(rank: int, world: int) -> slice:
+    """Samples of a rank's own, not as many on each, and none on one of four."""
+    ends = {2: (0, 2, 6), 4: (0, 1, 1, 4, 6)}[world]
+    return slice(ends[rank], ends[rank + 1])
+
+
+def by_layer(
+    several: bool,
+    how: Callable[[Any], Any] = spread,
+    names: Iterable[str] = ("transformer", "scaled"),
+) -> Any:
+    """Without gathering the model: of the same samples, and of every rank's own."""
+    found = {}
+    for name in names:
+        model, (x, y) = MODELS[name](), tuple(t[:6] for t in data_of(MODELS[name]()))
+        next(model.parameters()).requires_grad_(False)
+        model = how(model) if several else model
+        batches = [(x, y), (x[:3], y[:3])]
+        report = sf.measure(model, batches, measures=["hessian_trace", *FORMS], standing=False)
+        values = {n: (m.value, m.stderr, m.by_layer) for n, m in report.items()}
+        source = values, dict(report.skipped), report.provenance.model_hash
+        rows = rows_of(dist.get_rank(), dist.get_world_size()) if several else slice(None)
+        options: dict[str, Any] = {"estimator": DRAWN, "parameters": "all"}
+        own = sf.trace(model, (x[rows], y[rows]), distributed=several, **options)
+        found[name] = quantities(model, batches), source, (dict(own), own.stderr)
+    return found
+
+
+def monitored(several: bool) -> Any:
+    model, data = transformer(), data_of(transformer())
+    model = spread(model) if several else model
+    monitor = sf.Monitor(model, data, measures=["hessian_trace"], budget=None)
+    records = [monitor.epoch(), monitor.epoch()]
+    return [record and (record.epoch, record.values, record.failed) for record in records]
 
 
 def spectra(several: bool) -> Any:
@@ -225,7 +274,7 @@ def spectra(several: bool) -> Any:
 def own_samples(several: bool) -> Any:
     """Samples of every rank's own, not as many on each."""
     model, (x, y) = transformer(), data_of(transformer())
-    rows = (slice(0, 2), slice(2, 6))[dist.get_rank()] if several else slice(0, 6)
+    rows = rows_of(dist.get_rank(), 2) if several else slice(0, 6)
     with sf.gathered(spread(model) if several else model, x):
         return quantities(model, (x[rows], y[rows]), distributed=several)
 
@@ -243,12 +292,13 @@ def with_hooks(several: bool) -> Any:
     if several:
         spread(model)
     model[2].register_forward_hook(double)
+    layers = quantities(model, data), set(seen[-3:])
     with sf.gathered(model, data[0]):
-        return quantities(model, data), set(seen[-3:])
+        return layers, quantities(model, data), set(seen[-3:])
 
 
 SAME: dict[str, Callable[[bool], Any]] = {
-    each.__name__: each for each in (whole, spectra, own_samples, with_hooks)
+    each.__name__: each for each in (by_layer, monitored, whole, spectra, own_samples, with_hooks)
 }
 
 
@@ -273,14 +323,21 @@ def values(tensor: Any) -> Any:
     return local if local is None else local.tolist()
 
 
+def prepare(model: Any) -> None:
+    """Hooks after torch's own; and FSDP2 is asked for shards, which it else finds when it runs."""
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: None)
+        module.register_forward_hook(lambda *_: None)
+        getattr(module, "reshard", int)()
+
+
 def left_as_found(_: bool, how: Callable[[Any], Any] = spread) -> Any:
     """Also by errors within, and by a model that is refused."""
     found = []
     for make in (scaled, tied, lambda: transformer(Counting)):
         model, (x, y) = how(make()), data_of(make())
         F.cross_entropy(model(x), y).backward()
-        for module in model.modules():  # FSDP2 is asked for shards, which it else finds itself
-            getattr(module, "reshard", int)()
+        prepare(model)
         before, known = state(model), {id(p) for p in model.parameters()}
         try:
             with sf.gathered(model, x):
@@ -297,11 +354,121 @@ def left_as_found(_: bool, how: Callable[[Any], Any] = spread) -> Any:
     return found
 
 
+class Failing(nn.Module):
+    """Fails on the last rank, within a layer that is tensor parallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
+        self.two.register_forward_pre_hook(fail)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.two(self.one(x).relu())
+        return answer
+
+
+def fail(*_: Any) -> None:
+    """After the passes in which all ranks compare it with the plain model."""
+    runs.append(1)
+    if len(runs) == 7 and dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("no such pass")
+
+
+runs: list[int] = []
+
+
+def layers_as_found(_: bool, how: Callable[[Any], Any] = spread) -> Any:
+    """By measurements layer by layer, by errors of one rank, and by what is refused."""
+    found: list[Any] = []
+    models = (scaled, lambda: transformer(Counting), failing)
+    both = (False, True) if how is spread else (True,)
+    for make, own in ((make, own) for make in models for own in both):
+        runs.clear()
+        model, (x, y) = how(make()), data_of(make())
+        F.cross_entropy(model(x), y).backward()
+        prepare(model)
+        before = state(model)
+        if make is failing and not own:
+            continue  # the others would wait until the process ends
+        try:
+            sf.trace(model, [(x, y)] * 3, curvature="ggn", distributed=own)
+            said = "served"
+        except SaltflatError as error:
+            said = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        found.append((said, before == state(model)))
+    return found
+
+
+def failing() -> nn.Module:
+    return nn.Sequential(Failing(), nn.Tanh(), nn.Linear(3, 3)).double()
+
+
+def held_by_graphs(_: bool) -> Any:
+    """What is kept of every weight amid a pass, after one that failed, and after one that did not,
+    with its graph alive; and a slope."""
+    model, data = spread(dense()), data_of(dense())
+    risk, amid = Risk(model, data), list[set[str]]()
+    model[2].register_forward_hook(lambda *_: amid.append(kept(risk)))
+    with risk.session():
+        batch = next(risk.batches())
+        within = model[2].register_forward_pre_hook(lambda *_: [][0])
+        refused(lambda: risk.forward(batch))
+        after = [kept(risk)]
+        within.remove()
+        outputs = risk.forward(batch)
+        after.append(kept(risk))
+        (slope,) = torch.autograd.grad(outputs.sum(), [risk.leaves["2.weight"]])
+    plain = dense()
+    (expected,) = torch.autograd.grad(plain(data[0]).sum(), [plain[2].weight])
+    return amid[-1], after, float((slope - expected).abs().max()), float(slope.abs().max())
+
+
+def kept(risk: Risk) -> set[str]:
+    return {name for name, leaf in risk.leaves.items() if leaf.untyped_storage().size()}
+
+
+def let_go(_: bool) -> bool:
+    """Nothing of a measurement holds the model afterwards."""
+    model, data = spread(dense()), data_of(dense())
+    sf.trace(model, data, curvature="ggn")
+    alive = weakref.ref(model[0])
+    del model
+    gc.collect()
+    return alive() is None
+
+
 def by_itself(_: bool) -> Any:
     """One rank measures, and the other does not."""
     model, data = spread(dense()), data_of(dense())
     with sf.gathered(model, data[0]):
         return dict(sf.trace(model, data, curvature="ggn")) if dist.get_rank() == 0 else None
+
+
+def checkpointed() -> nn.Module:
+    return Checkpointed(spread(dense()))
+
+
+class Borrowing(nn.Module):
+    """Computes with the weights of another module, which does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.inner.weight, self.inner.bias)
+
+
+def borrowing() -> Any:
+    return distribute_module(
+        Borrowing(),
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        None,
+        lambda _, x, mesh: DTensor.from_local(x[0], mesh, [Replicate()]),
+        lambda _, y, mesh: y.to_local(),
+    )
 
 
 class Zero(Counting):
@@ -363,15 +530,29 @@ def refusals(_: bool) -> dict[str, str]:
         "other example": lambda: entered(spread(dense()), x + rank),
         "half": lambda: entered(spread(dense().bfloat16()), x.bfloat16()),
         "until": lambda: entered(spread(dense()), x, until_backward=True),
-        "not gathered": lambda: sf.trace(spread(dense()), (x, y)),
+        "heads, layers": lambda: sf.trace(spread(transformer(Counting)), (tokens, y[:6])),
+        "heads, ranks": lambda: sf.trace(
+            spread(transformer(Zero)), (tokens[rank:], y[rank:6]), distributed=True
+        ),
+        "part, layers": lambda: sf.trace(part(even()), (x, y)),
+        "borrowed": lambda: sf.trace(borrowing(), (x, y)),
+        "other samples": lambda: sf.trace(spread(dense()), (x + rank, y)),
+        "tied": lambda: sf.trace(spread(tied()), (tokens, y[:6])),
+        "eigenvalues": lambda: sf.max_eigenvalue(spread(dense()), (x, y)),
+        "audit": lambda: sf.audit(spread(dense()), (x, y), measures=["hessian_trace"]),
+        "dtype": lambda: sf.trace(spread(dense()), (x, y), dtype=torch.float32),
+        "inputs": lambda: sf.trace(spread(dense()), (x.long(), y)),
+        "checkpoint": lambda: sf.trace(checkpointed(), (x, y)),
     }
     said = {name: refused(call, SaltflatError) for name, call in calls.items()}
+    said["borrowed, gathered"] = str(entered(borrowing(), x))
     said["afterwards"] = str(entered(spread(transformer()), tokens))
     return said
 
 
 OTHERS: dict[str, Callable[[bool], Any]] = {
-    each.__name__: each for each in (left_as_found, by_itself, refusals)
+    each.__name__: each
+    for each in (left_as_found, layers_as_found, held_by_graphs, let_go, by_itself, refusals)
 }
 
 
@@ -379,7 +560,15 @@ OTHERS: dict[str, Callable[[bool], Any]] = {
 
 
 def two_ways(several: bool) -> Any:
-    return whole(several, both_ways)
+    return whole(several, both_ways, ["transformer", "tied"])
+
+
+def two_ways_by_layer(several: bool) -> Any:
+    return by_layer(several, both_ways, ["dense"])
+
+
+def two_ways_layers_as_found(_: bool) -> Any:
+    return layers_as_found(_, both_ways)
 
 
 def two_ways_as_found(_: bool) -> Any:
@@ -410,14 +599,17 @@ def whole_values(tensor: Any) -> Any:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).flatten().tolist()
 
 
-OF_FOUR: dict[str, Callable[[bool], Any]] = {each.__name__: each for each in (two_ways, norm)}
+OF_FOUR: dict[str, Callable[[bool], Any]] = {
+    each.__name__: each for each in (two_ways, two_ways_by_layer, norm)
+}
 
 
 def work(rank: int, world: int, folder: str) -> None:
     """All jobs of a rank."""
     meet(rank, world, folder)
     attempt = Attempts(f"{folder}/{rank}.pt")
-    four = OF_FOUR | {"two_ways_as_found": two_ways_as_found}
+    found = two_ways_as_found, two_ways_layers_as_found
+    four = OF_FOUR | {each.__name__: each for each in found}
     for name, job in (SAME | OTHERS if world == 2 else four).items():
         attempt(name, lambda job=job: job(True))  # type: ignore[misc]
     dist.barrier()

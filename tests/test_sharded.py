@@ -798,7 +798,7 @@ def test_uneven_shards_of_the_data_of_a_gathered_model(ranks: list[dict[Any, Any
         ("precision", "MixedPrecisionPolicy"),
         ("answers", "module '4' compute or answer in torch.float32, by its MixedPrecisionPolicy"),
         ("answers, gathered", "module '4' compute or answer in torch.float32"),
-        ("tensor parallel", "gathered(model, example_inputs)"),
+        ("tensor parallel", "full_tensor()"),
         ("other samples", "give every rank the same data"),
         ("other order", "the same samples, in the same order"),
         ("more samples", "the same samples, in the same order"),

@@ -47,6 +47,34 @@ def test_models_are_left_as_found(worlds: Worlds, count: int, job: str) -> None:
         assert refused == ("ModelError", False, True)
 
 
+@pytest.mark.parametrize(
+    ("count", "job"), [(2, "layers_as_found"), (4, "two_ways_layers_as_found")]
+)
+def test_models_are_left_as_found_by_layers(worlds: Worlds, count: int, job: str) -> None:
+    for rank, results in enumerate(worlds(count)):
+        said, same = zip(*results[job], strict=True)
+        assert all(same)
+        *served, failed = said
+        half = len(served) // 2
+        assert served[:half] == ["served"] * half
+        assert all("gives other outputs" in each for each in served[half:])
+        assert "ValueError: no such pass" in failed
+        assert rank == count - 1 or f"rank {count - 1} of {count}" in failed
+
+
+def test_weights_are_gathered_layer_by_layer(worlds: Worlds) -> None:
+    for results in worlds(2):
+        amid, after, difference, slope = results["held_by_graphs"]
+        own = {"4.weight", "4.bias"}  # which every process has for itself
+        assert after == [own, own]
+        assert amid == own | {"2.weight", "2.bias"}
+        assert difference < 1e-12 < slope
+
+
+def test_models_are_let_go(worlds: Worlds) -> None:
+    assert all(results["let_go"] is True for results in worlds(2))
+
+
 def test_one_process_may_measure_by_itself(worlds: Worlds) -> None:
     first, second = (results["by_itself"] for results in worlds(2))
     assert not differences(first, dict(sf.trace(dense(), data_of(dense()), curvature="ggn")))
@@ -59,14 +87,25 @@ def test_one_process_may_measure_by_itself(worlds: Worlds) -> None:
         ("heads", "gives other outputs"),
         ("heads, hidden", "gives other outputs"),
         ("local", "cannot be run (RuntimeError"),
-        ("part", "gives outputs of shapes [(8, 4), (8, 4)] and not [(8, 2), (8, 2)]"),
+        ("part", "gives outputs of shapes (8, 4), (8, 4) and not (8, 2), (8, 2)"),
         ("copies", "it "),
         ("one fails", "it "),
         ("no example", "Pass saltflat.gathered an example"),
-        ("other example", "do not give the same example"),
+        ("other example", "do not run it on the same samples"),
         ("half", "parameters in torch.bfloat16: too few digits"),
         ("until", "not kept gathered"),
-        ("not gathered", "gathered(model, example_inputs)"),
+        ("heads, layers", "gives other outputs"),
+        ("heads, ranks", "gives other outputs"),
+        ("part, layers", "gives outputs of shapes (2, 4), (2, 4) and not (2, 2), (2, 2)"),
+        ("borrowed", "saltflat.gathered(model, example_inputs)"),
+        ("borrowed, gathered", "True"),
+        ("other samples", "do not run it on the same samples"),
+        ("tied", "gathered(model, example_inputs)"),
+        ("eigenvalues", "gathered(model, example_inputs)"),
+        ("audit", "gathered(model, example_inputs)"),
+        ("dtype", "before fully_shard"),
+        ("inputs", "The inputs are integers"),
+        ("checkpoint", "Switch checkpointing off"),
         ("afterwards", "True"),
     ],
 )

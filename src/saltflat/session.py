@@ -621,23 +621,10 @@ def gathered(
     >>> with sf.gathered(model):
     ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
     """
-    shared = parallel_tensors(model)
-    if not shared:
+    if not parallel_tensors(model):
         with unsharded(model, until_backward=until_backward):
             yield
         return
-    _check_parallel(model, shared, example, until_backward)
-    as_it_is = _answers(model, example)
-    with plain(model):
-        _check_function(as_it_is, partial(_answers, model, example), shared)
-        yield
-
-
-def _check_parallel(
-    model: nn.Module, shared: Sequence[Tensor], example: Any, until_backward: bool
-) -> None:
-    """Refuse what cannot be compared."""
-    refuse_precision(model)
     if until_backward:
         raise ModelError("A tensor-parallel model is not kept gathered until the backward pass.")
     if example is None:
@@ -646,43 +633,90 @@ def _check_parallel(
             "that are the same in all processes: on these it is compared with the model that has "
             "whole weights, which its code need not be made for."
         )
-    if half := {p.dtype for p in model.parameters() if p.dtype in _HALF}:
-        raise ModelError(
-            f"The model is tensor parallel, with parameters in {listed(map(str, half))}: too few "
-            "digits to tell whether it computes the same with whole weights. Convert it to float32 "
-            "before parallelize_module is applied."
-        )
-    sign = crc32(in_words(example).encode())
-    most, least = greatest(shared, sign, -sign)
-    if most != -least:
-        raise DistributedError(
-            "The processes that share the model do not give the same example. Give all of them "
-            "the same inputs."
-        )
+    args, kwargs = arguments(example)
+    likeness = Likeness(model, example, partial(model, *args, **kwargs))
+    with plain(model):
+        likeness.check()
+        yield
+
+
+@final
+class Likeness:
+    """Whether a tensor-parallel model computes what the plain one does that it stands for.
+
+    It is made while the model is as it is, and asked to `check` while it is plain. `run` gives the
+    outputs on the `example`, which is the same in all processes.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, run: Callable[[], Any]) -> None:
+        self.model, self.run, self.shared = model, run, parallel_tensors(model)
+        refuse_precision(model)
+        if half := {p.dtype for p in model.parameters() if p.dtype in _HALF}:
+            raise ModelError(
+                f"The model is tensor parallel, with parameters in {listed(map(str, half))}: too "
+                "few digits to tell whether it computes the same with whole weights. Convert it to "
+                "float32 before parallelize_module is applied."
+            )
+        sign = crc32(in_words(example).encode())
+        most, least = greatest(self.shared, sign, -sign)
+        if most != -least:
+            raise DistributedError(
+                "The processes that share the model do not run it on the same samples. Give all "
+                "of them the same, or pass distributed=True where these are every rank's own."
+            )
+        self.expected = self._answers()
+
+    def check(self, advice: str = "") -> None:
+        """Refuse, in all processes, a model that with whole weights computes something else."""
+        cause: Exception | None = None
+        problem = ""
+        try:
+            found = self._answers()
+        except DistributedError:
+            raise
+        except Exception as error:
+            cause, problem = error, f"cannot be run ({type(error).__name__}: {error})"
+        else:
+            shapes, wanted = ([tuple(t.shape) for t in each] for each in (found, self.expected))
+            if shapes != wanted:
+                problem = f"gives outputs of shapes {listed(map(str, shapes))} and not "
+                problem += listed(map(str, wanted))
+            elif not all(map(partial(_close, digits=_DIGITS), found, self.expected)):
+                problem = "gives other outputs"
+        (failed,) = greatest(self.shared, int(bool(problem)))
+        if cause is not None and out_of_memory(cause):
+            raise cause
+        if failed:
+            raise ModelError(
+                "The model is tensor parallel, and its code is not made for whole weights: with "
+                f"them it {problem or 'fails in another process'}, as where a module divides its "
+                f"heads by the number of processes, or returns the part of one. {advice}Measure a "
+                "copy that is built without parallelize_module, and load full_tensor() of each "
+                "parameter."
+            ) from cause
+
+    def _answers(self) -> list[Tensor]:
+        """The outputs with the weights of the model, and with others near them.
+
+        A weight that is zero, or nearly so, hides what its layer computes before it.
+        """
+        model = self.model
+        measured = {id(p) for p in model.parameters() if p.requires_grad}
+        start, found = RandomState(None, next(model.parameters()).device), list[Tensor]()
+        with lend(model, measured, None), torch.no_grad():
+            for change in (_same, _move):
+                change(model)
+                try:
+                    outputs = self.run()
+                finally:
+                    start.restore()
+                tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+                found += [whole_of(t).clone() for t in tensors]
+        return found
 
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def _answers(model: nn.Module, example: Any) -> list[Tensor]:
-    """The outputs with the weights of a model, and with others near them.
-
-    A weight that is zero, or nearly so, hides what its layer computes before it.
-    """
-    args, kwargs = arguments(example)
-    measured = {id(p) for p in model.parameters() if p.requires_grad}
-    device = next(model.parameters()).device
-    start, found = RandomState(None, device), list[Tensor]()
-    with lend(model, measured, None), torch.no_grad():
-        for change in (_same, _move):
-            change(model)
-            try:
-                outputs = model(*args, **kwargs)
-            finally:
-                start.restore()
-            tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-            found += [whole_of(t).clone() for t in tensors]
-    return found
+_DIGITS = 1000  # times the rounding of one number: sums of other parts, through many layers
 
 
 def _same(model: nn.Module) -> None:
@@ -698,34 +732,3 @@ def _move(model: nn.Module) -> None:
             usual = sqrt(len(p) / p.numel()) if p.ndim > 1 else 1.0
             noise *= 0.1 * max(usual, float(total_norm([p])) / sqrt(p.numel()))
             add([p], [shard_like(noise.to(p.device, p.dtype), p)])
-
-
-def _check_function(
-    expected: list[Tensor], answers: Callable[[], list[Tensor]], shared: Sequence[Tensor]
-) -> None:
-    """Refuse, in all processes, a model that with whole weights computes something else."""
-    cause: Exception | None = None
-    problem = ""
-    try:
-        found = answers()
-    except Exception as error:
-        cause, problem = error, f"cannot be run ({type(error).__name__}: {error})"
-    else:
-        shapes = [[tuple(t.shape) for t in each] for each in (found, expected)]
-        if shapes[0] != shapes[1]:
-            problem = f"gives outputs of shapes {shapes[0]} and not {shapes[1]}"
-        elif not all(map(partial(_close, digits=_DIGITS), found, expected)):
-            problem = "gives other outputs"
-    (failed,) = greatest(shared, int(bool(problem)))
-    if cause is not None and out_of_memory(cause):
-        raise cause
-    if failed:
-        raise ModelError(
-            "The model is tensor parallel, and its code is not made for whole weights: with them "
-            f"it {problem or 'fails in another process'}, as where a module divides its heads by "
-            "the number of processes, or returns the part of one. Measure a copy that is built "
-            "without parallelize_module, and load full_tensor() of each parameter."
-        ) from cause
-
-
-_DIGITS = 1000  # times the rounding of one number: sums of other parts, through many layers

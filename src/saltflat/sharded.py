@@ -4,6 +4,10 @@ A process holds its shard of a DTensor. FSDP2 (`torch.distributed.fsdp.fully_sha
 parameters of one module at a time, for as long as it computes, and then the module's attributes
 are plain whole tensors; between passes they are the DTensors again. A module is gathered by all
 processes together: they run the same passes, or tell each other what they need (see `Served`).
+
+Tensor parallelism (`torch.distributed.tensor.parallel`) gathers nothing: modules compute with their
+parts. Such a model is taken for the plain one that it stands for, module by module or as a whole
+(`layered`, `plain`), if that computes the same.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeGuard, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
 import torch
@@ -182,6 +186,8 @@ def _forget_pass(root: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
+Take = Callable[[int, Tensor], None]
+
 _WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain ones are
 _RELIEVED: WeakSet[nn.Module] = WeakSet()  # modules whose weights others have put in their place
 
@@ -329,26 +335,47 @@ def plain(model: nn.Module) -> Iterator[None]:
     together. Whether it then computes the same is for others to ask.
     """
     with settled(model), ExitStack() as stack:
-        places = [
-            (registry, name, tensor)
-            for module in model.modules()
-            for registry in (module._parameters, module._buffers)
-            for name, tensor in registry.items()
-            if is_sharded(tensor)
-        ]
-        whole = {id(t): t for _, _, t in places}
-        whole = {key: _plain_copy(t) for key, t in whole.items()}
+        registries = [r for m in model.modules() for r in (m._parameters, m._buffers)]
+        stack.enter_context(_exchanged(registries))
+        stack.enter_context(_relieved(model))
+        yield
+
+
+@contextmanager
+def layered(model: nn.Module) -> Iterator[None]:
+    """Within, a model that processes share is the plain one that it stands for while it runs.
+
+    As `plain`, but every module has whole parameters only within its own forward pass, in a
+    `Gathering`.
+    """
+    with settled(model), ExitStack() as stack:
+        stack.enter_context(_exchanged([m._buffers for m in model.modules()]))
+        stack.enter_context(_relieved(model))
+        leaves: dict[int, _Leaf] = {}
         for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                stack.enter_context(_without_layouts(hooks))
-        stack.enter_context(_relieved(_at_work(model)))
-        try:
-            for registry, name, tensor in places:
-                registry[name] = whole[id(tensor)]
-            yield
-        finally:
-            for registry, name, tensor in places:
-                registry[name] = tensor
+            own = {n: p for n, p in module._parameters.items() if is_sharded(p)}
+            if own:
+                found = {n: leaves.setdefault(id(p), _Leaf(p)) for n, p in own.items()}
+                _UNITS[module] = _Unit(module, found)
+                stack.callback(_UNITS.pop, module)
+                # After hooks of the user's, which see what the module has run with.
+                stack.callback(module.register_forward_hook(_leave).remove)
+        yield
+
+
+@contextmanager
+def _exchanged(registries: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Within, registries of modules have plain copies in the place of DTensors."""
+    places = [(r, name, t) for r in registries for name, t in r.items() if is_sharded(t)]
+    whole = {id(t): t for _, _, t in places}
+    whole = {key: _plain_copy(t) for key, t in whole.items()}
+    try:
+        for registry, name, tensor in places:
+            registry[name] = whole[id(tensor)]
+        yield
+    finally:
+        for registry, name, tensor in places:
+            registry[name] = tensor
 
 
 def _plain_copy(sharded: Any) -> Tensor:
@@ -381,12 +408,92 @@ def _moves_layouts(hook: Any) -> bool:
 
 
 @contextmanager
-def _relieved(modules: Sequence[Any]) -> Iterator[None]:
-    try:
+def _relieved(model: nn.Module) -> Iterator[None]:
+    """Within, torch neither gathers weights of the model nor moves what goes through it."""
+    modules = _at_work(model)
+    with ExitStack() as stack:
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                stack.enter_context(_without_layouts(hooks))
+        stack.callback(_RELIEVED.difference_update, modules)
         _RELIEVED.update(modules)
         yield
-    finally:
-        _RELIEVED.difference_update(modules)
+
+
+@final
+class _Leaf:
+    """A whole parameter, as autograd knows it; without values unless a module is running."""
+
+    def __init__(self, sharded: Any) -> None:
+        self.sharded, self.users = sharded, 0
+        self.whole = nn.Parameter(
+            torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device),
+            requires_grad=sharded.requires_grad,
+        )
+        self.free()
+
+    def free(self) -> None:
+        self.users = 0
+        self.whole.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def fill(self, values: Tensor) -> None:
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        with _unsafe_preserve_version_counter(self.whole):
+            self.whole.copy_(values)
+
+
+@final
+class _Unit:
+    """A module that has whole parameters while it runs; some may be those of other modules too."""
+
+    def __init__(self, module: nn.Module, leaves: dict[str, _Leaf]) -> None:
+        self.module, self.leaves = module, leaves
+        self.depth = 0  # it may run within itself
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [leaf.sharded for leaf in self.leaves.values()]
+
+    def enter(self, fetch: Callable[[Take], object]) -> None:
+        """Before the module runs; `fetch` hands over the values of its parameters, by number."""
+        leaves = list(self.leaves.values())
+        if self.depth == 0:
+            if not all(leaf.users for leaf in leaves):
+                fetch(lambda k, whole: leaves[k].fill(whole))
+            for name, leaf in self.leaves.items():
+                leaf.users += 1
+                leaf.whole.requires_grad_(leaf.sharded.requires_grad)
+                self.module._parameters[name] = leaf.whole
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth = max(0, self.depth - 1)
+        if self.depth == 0:
+            self.part()
+
+    def reset(self) -> None:
+        """After a pass, also one that was cut short."""
+        self.depth = 0
+        self.part()
+        for leaf in self.leaves.values():
+            leaf.free()
+
+    def part(self) -> None:
+        """The module has its DTensors again."""
+        for name, leaf in self.leaves.items():
+            if self.module._parameters[name] is leaf.whole:
+                self.module._parameters[name] = leaf.sharded
+                leaf.users -= 1
+                if leaf.users == 0:
+                    leaf.free()
+
+
+_UNITS: WeakKeyDictionary[nn.Module, _Unit] = WeakKeyDictionary()
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    _UNITS[module].leave()
 
 
 @final
@@ -417,13 +524,15 @@ _NUMBERS = 6  # that processes exchange at a time
 class Gathering(ABC):
     """Passes of a model that processes share, layer by layer.
 
-    Autograd knows the whole weights that FSDP2 had gathered for the forward pass, and frees: they
-    are the leaves of its graphs. What graphs save of them is gathered anew when it is asked for.
+    Autograd knows the whole weights that FSDP2, or a unit, had gathered for the forward pass, and
+    frees: they are the leaves of its graphs. What graphs save of them is gathered anew when it is
+    asked for.
     """
 
     @uninterrupted()
     def __init__(self, model: nn.Module) -> None:
-        self.modules = gathering_modules(model)
+        self.modules = _at_work(model)
+        self.units = [_UNITS[module] for module in model.modules() if module in _UNITS]
         self.leaves: dict[int, Tensor] = {}  # id of a DTensor -> the leaf of graphs
         self._storages: dict[int, Any] = {}  # where a leaf's values are -> the DTensor
         for module in self.modules:
@@ -432,6 +541,8 @@ class Gathering(ABC):
                 for each in group.fsdp_params:
                     self._know(each.sharded_param, each.unsharded_param)
             module.reshard()
+        for leaf in (leaf for unit in self.units for leaf in unit.leaves.values()):
+            self._know(leaf.sharded, leaf.whole)
         for name, p in model.named_parameters():
             if is_sharded(p) and id(p) not in self.leaves:
                 raise ModelError(
@@ -475,6 +586,8 @@ class Gathering(ABC):
         finally:
             seen.remove()
             _reshard(self.modules)
+            for unit in self.units:
+                unit.reset()
 
     def insist(self, module: nn.Module, _: Any) -> None:
         """Refuse what would save weights that are freed: their place is our hooks' to keep."""
@@ -514,14 +627,21 @@ class Together(Gathering):
         super().__init__(model)
         self._passes = 0
         self._closed = False  # whether processes go their own ways
+        self._meshes = list({t.device_mesh: t for t in self._storages.values()}.values())
         self._agree(_ASKED, asked)
 
     @contextmanager
     def passing(self, sign: Callable[[], int]) -> Iterator[None]:
         self._passes += 1
         self._agree("a pass", self._passes, sign(), int(torch.is_grad_enabled()))
-        with self.saving(self.insist):
+        with self.saving(self._bring):
             yield
+
+    def _bring(self, module: nn.Module, inputs: Any) -> None:
+        """Before a module runs: its weights, if FSDP2 does not gather them."""
+        self.insist(module, inputs)
+        if unit := _UNITS.get(module):
+            unit.enter(partial(_fetch, unit.parameters))
 
     def meet(self) -> None:
         """Which they do."""
@@ -550,8 +670,7 @@ class Together(Gathering):
         signs = int(what == _LEFT), kind, -kind
         empty = [0] * (_NUMBERS - len(numbers))
         self._closed = True  # unless all answer
-        one = next(iter(self._storages.values()))
-        left, most, least, *found = largest(one, *signs, *numbers, *empty)
+        left, most, least, *found = greatest(self._meshes, *signs, *numbers, *empty)
         if left:
             self._part(_RAISED)
         if most != -least:
@@ -570,8 +689,6 @@ class Together(Gathering):
 _MEETS, _RESTS, _FAILS = -1, -2, -3
 
 _ROOM = 3  # times a weight, while it is gathered: as it arrives, put in order, and changed
-
-Take = Callable[[int, Tensor], None]
 
 
 class Stopped(BaseException):
@@ -606,16 +723,19 @@ class Served(Gathering):
         self._ranks = ranks
         states = (module._get_fsdp_state() for module in self.modules)
         self._states = list({id(state): state for state in states}.values())
-        # What is gathered at a time, the same on all ranks: groups of FSDP2, then each parameter.
+        # What is gathered at a time, the same on all ranks: groups of FSDP2, units, each parameter.
         self._bundles: list[list[Any]] = []
-        self._groups: dict[int, int] = {}  # id of a group -> its number
+        self._groups: dict[int, int] = {}  # id of a group, or of a unit -> its number
         self._places: dict[int, int] = {}  # where a shard's values are -> the parameter's number
         self._changes: dict[int, Callable[[Tensor], object]] = {}
         groups = [group for state in self._states for group in _groups_of(state)]
         for group in groups:
             self._groups[id(group)] = len(self._bundles)
             self._bundles.append([each.sharded_param for each in group.fsdp_params])
-        for sharded in [each.sharded_param for group in groups for each in group.fsdp_params]:
+        for unit in self.units:
+            self._groups[id(unit)] = len(self._bundles)
+            self._bundles.append(unit.parameters)
+        for sharded in {id(p): p for bundle in self._bundles for p in bundle}.values():
             self._places[_place(sharded)] = len(self._bundles)
             self._bundles.append([sharded])
 
@@ -686,11 +806,20 @@ class Served(Gathering):
     def _bring(self, module: nn.Module, inputs: Any) -> None:
         """Before a module runs: its weights, in the place of what FSDP2 would gather itself."""
         self.insist(module, inputs)
+        if unit := _UNITS.get(module):
+            unit.enter(partial(self._fetched, unit))
         if module not in self.modules:
             return
         for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
             if not group.is_unsharded:
                 self._fill(group)
+
+    def _fetched(self, unit: _Unit, take: Take) -> None:
+        parameters = unit.parameters
+        self._asked(
+            self._groups[id(unit)],
+            lambda k, whole: take(k, self._changed(parameters[k], whole)),
+        )
 
     @torch.no_grad()
     def _fill(self, group: Any) -> None:
@@ -758,8 +887,9 @@ def _place(sharded: Any) -> int:
 
 
 def shared_parameter(model: nn.Module) -> Any:
-    """A parameter that processes share, or None."""
-    return next(filter(is_sharded, parameters_of(model).values()), None)
+    """A parameter that processes share, with as many as any is, or None."""
+    shared = filter(is_sharded, parameters_of(model).values())
+    return max(shared, key=lambda p: p.device_mesh.size(), default=None)
 
 
 def is_first(sharded: Any) -> bool:
@@ -800,7 +930,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     Of a sharded model copies, one by one: FSDP2 shards modules when it is asked for a state dict,
     and cannot free what numpy has looked at.
     """
-    if not gathering_modules(model):
+    if not gathering_modules(model) and shared_parameter(model) is None:
         yield from model.state_dict(keep_vars=True).items()
         return
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -840,6 +970,12 @@ def whole_of(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor.detach()
     return _SERVICES[-1].whole(tensor) if _SERVICES else _gathered_whole(tensor)
+
+
+@torch.no_grad()
+def _fetch(parameters: Iterable[Any], take: Take) -> None:
+    for k, sharded in enumerate(parameters):
+        take(k, _gathered_whole(sharded))
 
 
 @torch.no_grad()
