@@ -42,7 +42,7 @@ from saltflat.moved import advice
 from saltflat.report import Comparison, Report, Standing, Verdict
 from saltflat.result import Certificate, Density, Detail, Diagonal, Eigenvalue, Eigenvalues, Trace
 from saltflat.saved import cite, load
-from saltflat.sharded import gathered
+from saltflat.session import gathered
 from saltflat.shards import ShardSampler
 from saltflat.slices import Landscape, landscape
 from saltflat.symmetries import Group, symmetries

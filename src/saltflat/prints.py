@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat.errors import uninterrupted
-from saltflat.session import dense_parts
 from saltflat.sharded import is_sharded
+from saltflat.vectors import dense_parts
 
 _PIECE = 1 << 20  # words of eight bytes
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed integer
@@ -100,7 +100,7 @@ def _of_copies(parameters: Mapping[str, Any]) -> dict[str, int]:
     for (mesh, placements), names in kinds.items():
         sums = [tuple(checksum(parameters[name].to_local()) for name in names)]
         for dim, placement in enumerate(placements):
-            if placement.is_shard():
+            if not placement.is_replicate():
                 group = mesh.get_group(dim)
                 parts: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(parts, sums, group=group)

@@ -51,13 +51,15 @@ from saltflat.losses import (
 )
 from saltflat.memory import halving, keep_blocks, ordinary
 from saltflat.prints import in_words
-from saltflat.session import RandomState, end_checkpoints, lend, modules_in
+from saltflat.session import Likeness, RandomState, end_checkpoints, lend, modules_in
 from saltflat.sharded import (
     ADVICE,
     Gathering,
     Served,
     Together,
     is_sharded,
+    layered,
+    parallel_tensors,
     parameters_of,
     refuse_flattened,
     refuse_precision,
@@ -69,6 +71,11 @@ from saltflat.watch import Kept, Tally, Watch, in_memory, kept, second_reading
 from saltflat.work import Work
 
 _NO_MODE = nullcontext()
+_ALIKE = 2  # samples by which a tensor-parallel model is compared with a plain one
+_BORROWED = (
+    "If a module uses weights of another one, which has them only while it runs itself, measure "
+    "the model within `with saltflat.gathered(model, example_inputs):`. Otherwise: "
+)
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 Output = Callable[[Any], Tensor]
@@ -257,6 +264,8 @@ class Risk:
     notes : what was found out about the loss, for whoever reads the result.
     """
 
+    _alike = False  # whether a tensor-parallel model is known to compute what a plain one does
+
     def __init__(
         self,
         model: nn.Module,
@@ -344,6 +353,8 @@ class Risk:
     def _gathered(self) -> Iterator[None]:
         """What gathers the weights that processes share: for the same passes, or on request."""
         with ExitStack() as stack:
+            if self.sharded and parallel_tensors(self.model):
+                stack.enter_context(self._layered())
             if self.sharded and isinstance(self.reduction, Ranks) and self.reduction.ranks > 1:
                 with uninterrupted():  # from one exchange to where all tell what they need
                     self.reduction.each(_comes_so_far)
@@ -356,6 +367,23 @@ class Risk:
                 yield
             finally:
                 self.gathering = None
+
+    @contextmanager
+    def _layered(self) -> Iterator[None]:
+        """Within, a tensor-parallel model is run as a plain one, which is found to be the same."""
+        likeness: Likeness | None = None
+        if not self._alike:
+            batch = self.first().part(0, _ALIKE)
+            likeness = Likeness(self.model, batch.inputs, partial(self._returned, batch))
+        with layered(self.model):
+            if likeness is not None:
+                self.gathering = Together(self.model, 0)
+                try:
+                    likeness.check(_BORROWED)
+                finally:
+                    self.gathering = None
+                self._alike = True
+            yield
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -386,7 +414,10 @@ class Risk:
             )
         world = self.reduction.ranks
         meshes = {p.device_mesh.size() for p in everything.values() if is_sharded(p)}
-        if world > 1 and meshes != {world}:
+        # On a row or a column of a mesh of all ranks, each of which has a copy, as is found by what
+        # the copies compute.
+        parts = max(meshes) == world and parallel_tensors(self.model)
+        if world > 1 and meshes != {world} and not parts:
             raise ModelError(
                 f"With distributed=True all {world} ranks gather the model together, and it is "
                 f"sharded over a mesh of {min(meshes)}. Leave distributed=True out, and give all "
@@ -632,17 +663,7 @@ class Risk:
         What torch raises in the model becomes a `ForwardError`, which is a `RuntimeError` too; want
         of memory and errors of the user's own making pass as they are.
         """
-        inputs = batch.inputs
-        try:
-            with self._passing(batch), mode:
-                outputs = self.output(self._call(inputs))
-        except Exception as error:
-            if not ordinary(error):
-                raise
-            raise ForwardError(
-                f"The model failed on {batch.where}, given {summary(inputs)}: "
-                f"{type(error).__name__}: {error}{self._advice(str(error), inputs)}"
-            ) from error
+        outputs = self._returned(batch, mode)
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
             raise ModelError("The outputs must be a floating point tensor; pass output=callable.")
         if outputs.ndim == 0 or len(outputs) != batch.size:
@@ -651,6 +672,19 @@ class Risk:
                 f"Got outputs of shape {tuple(outputs.shape)}; pass output=callable to choose them."
             )
         return outputs
+
+    def _returned(self, batch: Batch, mode: AbstractContextManager[Any] = _NO_MODE) -> Any:
+        inputs = batch.inputs
+        try:
+            with self._passing(batch), mode:
+                return self.output(self._call(inputs))
+        except Exception as error:
+            if not ordinary(error):
+                raise
+            raise ForwardError(
+                f"The model failed on {batch.where}, given {summary(inputs)}: "
+                f"{type(error).__name__}: {error}{self._advice(str(error), inputs)}"
+            ) from error
 
     def _call(self, inputs: Any, **options: Any) -> Any:
         try:

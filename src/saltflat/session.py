@@ -16,13 +16,15 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from math import sqrt
 from operator import is_
 from traceback import walk_tb
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any, final
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -30,11 +32,23 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from saltflat.errors import ModelError, listed
+from saltflat.errors import DistributedError, ModelError, listed
 from saltflat.memory import out_of_memory
-from saltflat.sharded import lent, settled
+from saltflat.prints import in_words
+from saltflat.sharded import (
+    greatest,
+    lent,
+    parallel_tensors,
+    plain,
+    refuse_precision,
+    settled,
+    shard_like,
+    unsharded,
+    whole_of,
+)
+from saltflat.vectors import add, dense_parts, total_norm, wraps
 
 Redo = Callable[[], Any]  # puts back what forward passes had left behind
 
@@ -203,34 +217,6 @@ _SMALL = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that hold its values; none where there are no values to be written."""
-    if tensor.is_meta or tensor.is_nested:
-        return []
-    if _wraps(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        held = (getattr(tensor, name) for name in names)  # of a DTensor, the mesh too
-        return [part for each in held if isinstance(each, Tensor) for part in dense_parts(each)]
-    data = tensor.data  # unlike `detach`, with a version counter of its own
-    if data.layout == torch.strided:
-        return [data]
-    if data.layout == torch.sparse_coo:
-        return [data._indices(), data._values()]
-    if data.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [data.crow_indices(), data.col_indices(), data.values()]
-    if data.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [data.ccol_indices(), data.row_indices(), data.values()]
-    return []
-
-
-def _wraps(tensor: Tensor) -> bool:
-    """Whether it is of a class whose tensors consist of others (DTensor, quantised weights)."""
-    return type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor))
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
 def _joined(tensors: list[Tensor]) -> Tensor:
     """A copy of them all."""
     if len(tensors) == 1:
@@ -251,7 +237,7 @@ def _identical(a: Tensor, b: Tensor) -> bool:
 
 def _moved(now: Tensor, before: Tensor) -> bool:
     """Whether a tensor has got other memory, or another view of it."""
-    if _wraps(now):
+    if wraps(now):
         return False
     if now.is_nested or not now.layout == before.layout == torch.strided:
         return True
@@ -396,12 +382,21 @@ class Loan:
 _SOME = 2  # samples that show whether outputs move
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, digits: float = 100) -> bool:
     """Equal but for rounding, which need not be the same on every run on a GPU."""
     if a.shape != b.shape or not a.numel():
         return a.shape == b.shape
-    tolerance = 100 * torch.finfo(b.dtype).eps * float(b.abs().max())
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    tolerance = digits * torch.finfo(b.dtype).eps * float(b.abs().max())
     return float((a - b).abs().max()) <= tolerance
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called on inputs: a tensor, a tuple of arguments or a dict of them."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 def modules_in(call: Any, depth: int = 3) -> list[nn.Module]:
@@ -596,3 +591,147 @@ def _prepare(modules: Sequence[nn.Module], snapshot: _Snapshot, dtype: torch.dty
     for _, tensor in (*snapshot.parameters.values(), *snapshot.buffers.values()):
         if _to_convert(tensor, dtype):
             tensor.data = tensor.data.to(dtype)
+
+
+@contextmanager
+def gathered(
+    model: nn.Module, example: Any = None, *, until_backward: bool = False
+) -> Iterator[None]:
+    """Within, a model that processes share has its whole weights in each of them.
+
+    It is then measured as one that is not sharded: all measures are there, and each process may run
+    passes of its own. It takes the memory of the whole model in every process. All processes must
+    enter and leave together. Shards, their gradients and torch's hooks are the same ones
+    afterwards; what was written into whole weights is forgotten.
+
+    Of a model that is tensor parallel (`parallelize_module`, also under `fully_shard`) the code may
+    count on what one process has, as where heads are divided by the number of processes; with whole
+    weights it computes something else. So it is run on an `example` in both forms, with its weights
+    and with others near them, and refused where these differ by more than rounding.
+
+    Parameters
+    ----------
+    model : the model; one that is not sharded stays as it is.
+    example : of a tensor-parallel model, inputs, the same in all processes: a tensor for
+        `model(x)`, a tuple for `model(*x)`, a dict for `model(**x)`.
+    until_backward : of `fully_shard` alone: keep the weights afterwards, until the next backward
+        pass is through with them.
+
+    Examples
+    --------
+    >>> import torch, saltflat as sf
+    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
+    >>> with sf.gathered(model):
+    ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
+    """
+    if not parallel_tensors(model):
+        with unsharded(model, until_backward=until_backward):
+            yield
+        return
+    if until_backward:
+        raise ModelError("A tensor-parallel model is not kept gathered until the backward pass.")
+    if example is None:
+        raise ModelError(
+            "The model is tensor parallel. Pass saltflat.gathered an example, inputs of the model "
+            "that are the same in all processes: on these it is compared with the model that has "
+            "whole weights, which its code need not be made for."
+        )
+    args, kwargs = arguments(example)
+    likeness = Likeness(model, example, partial(model, *args, **kwargs))
+    with plain(model):
+        likeness.check()
+        yield
+
+
+@final
+class Likeness:
+    """Whether a tensor-parallel model computes what the plain one does that it stands for.
+
+    It is made while the model is as it is, and asked to `check` while it is plain. `run` gives the
+    outputs on the `example`, which is the same in all processes.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, run: Callable[[], Any]) -> None:
+        self.model, self.run, self.shared = model, run, parallel_tensors(model)
+        refuse_precision(model)
+        if half := {p.dtype for p in model.parameters() if p.dtype in _HALF}:
+            raise ModelError(
+                f"The model is tensor parallel, with parameters in {listed(map(str, half))}: too "
+                "few digits to tell whether it computes the same with whole weights. Convert it to "
+                "float32 before parallelize_module is applied."
+            )
+        sign = crc32(in_words(example).encode())
+        most, least = greatest(self.shared, sign, -sign)
+        if most != -least:
+            raise DistributedError(
+                "The processes that share the model do not run it on the same samples. Give all "
+                "of them the same, or pass distributed=True where these are every rank's own."
+            )
+        self.expected = self._answers()
+
+    def check(self, advice: str = "") -> None:
+        """Refuse, in all processes, a model that with whole weights computes something else."""
+        cause: Exception | None = None
+        problem = ""
+        try:
+            found = self._answers()
+        except DistributedError:
+            raise
+        except Exception as error:
+            cause, problem = error, f"cannot be run ({type(error).__name__}: {error})"
+        else:
+            shapes, wanted = ([tuple(t.shape) for t in each] for each in (found, self.expected))
+            if shapes != wanted:
+                problem = f"gives outputs of shapes {listed(map(str, shapes))} and not "
+                problem += listed(map(str, wanted))
+            elif not all(map(partial(_close, digits=_DIGITS), found, self.expected)):
+                problem = "gives other outputs"
+        (failed,) = greatest(self.shared, int(bool(problem)))
+        if cause is not None and out_of_memory(cause):
+            raise cause
+        if failed:
+            raise ModelError(
+                "The model is tensor parallel, and its code is not made for whole weights: with "
+                f"them it {problem or 'fails in another process'}, as where a module divides its "
+                f"heads by the number of processes, or returns the part of one. {advice}Measure a "
+                "copy that is built without parallelize_module, and load full_tensor() of each "
+                "parameter."
+            ) from cause
+
+    def _answers(self) -> list[Tensor]:
+        """The outputs with the weights of the model, and with others near them.
+
+        A weight that is zero, or nearly so, hides what its layer computes before it.
+        """
+        model = self.model
+        measured = {id(p) for p in model.parameters() if p.requires_grad}
+        start, found = RandomState(None, next(model.parameters()).device), list[Tensor]()
+        with lend(model, measured, None), torch.no_grad():
+            for change in (_same, _move):
+                change(model)
+                try:
+                    outputs = self.run()
+                finally:
+                    start.restore()
+                tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+                found += [whole_of(t).clone() for t in tensors]
+        return found
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_DIGITS = 1000  # times the rounding of one number: sums of other parts, through many layers
+
+
+def _same(model: nn.Module) -> None:
+    """The weights as they are."""
+
+
+def _move(model: nn.Module) -> None:
+    """Add noise to all weights, the same in whatever form they are."""
+    for k, p in enumerate(model.parameters()):
+        if p.is_floating_point() and p.numel():
+            generator = torch.Generator().manual_seed(k)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            usual = sqrt(len(p) / p.numel()) if p.ndim > 1 else 1.0
+            noise *= 0.1 * max(usual, float(total_norm([p])) / sqrt(p.numel()))
+            add([p], [shard_like(noise.to(p.device, p.dtype), p)])

@@ -4,6 +4,10 @@ A process holds its shard of a DTensor. FSDP2 (`torch.distributed.fsdp.fully_sha
 parameters of one module at a time, for as long as it computes, and then the module's attributes
 are plain whole tensors; between passes they are the DTensors again. A module is gathered by all
 processes together: they run the same passes, or tell each other what they need (see `Served`).
+
+Tensor parallelism (`torch.distributed.tensor.parallel`) gathers nothing: modules compute with their
+parts. Such a model is taken for the plain one that it stands for, module by module or as a whole
+(`layered`, `plain`), if that computes the same.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeGuard, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
 import torch
@@ -105,7 +109,7 @@ def summed(number: Tensor, layout: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = layout
-    parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+    parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
     whole: Tensor = DTensor.from_local(number, mesh, parts, run_check=False).full_tensor()
     return whole
 
@@ -182,30 +186,22 @@ def _forget_pass(root: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
+Take = Callable[[int, Tensor], None]
+
 _WHOLE: WeakSet[nn.Module] = WeakSet()  # modules that stay gathered, as plain ones are
+_RELIEVED: WeakSet[nn.Module] = WeakSet()  # modules whose weights others have put in their place
+
+
+def _at_work(model: nn.Module) -> list[Any]:
+    """The modules whose weights FSDP2 gathers and frees."""
+    return [module for module in gathering_modules(model) if module not in _RELIEVED]
 
 
 @contextmanager
-def gathered(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
-    """Within, all modules that `fully_shard` (FSDP2) shards have their whole weights.
-
-    Such a model is measured as one that is not sharded: all measures are there, and each process
-    may run passes of its own. It takes the memory of the whole model in every process. All
-    processes must enter and leave together.
-
-    Parameters
-    ----------
-    model : the model; one that is not sharded stays as it is.
-    until_backward : keep the weights afterwards, until the next backward pass is through with them.
-
-    Examples
-    --------
-    >>> import torch, saltflat as sf
-    >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.arange(8) % 2
-    >>> with sf.gathered(model):
-    ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
-    """
-    modules = [module for module in gathering_modules(model) if module not in _WHOLE]
+def unsharded(model: nn.Module, *, until_backward: bool = False) -> Iterator[None]:
+    """Within, all modules that `fully_shard` (FSDP2) shards have what it gathers; afterwards too,
+    `until_backward`, until the next backward pass is through with it."""
+    modules = [module for module in _at_work(model) if module not in _WHOLE]
     groups = [g for m in modules for g in _groups_of(m._get_fsdp_state())]
     kept = ("reshard_after_backward", "post_forward_mesh_info")
     before = [(group, name, getattr(group, name)) for group in groups for name in kept]
@@ -237,7 +233,8 @@ def lent(model: nn.Module) -> Iterator[None]:
 
     Modules are sharded before and afterwards.
     """
-    modules, groups = gathering_modules(model), _groups(model)
+    modules = _at_work(model)
+    groups = [g for module in modules for g in _groups_of(module._get_fsdp_state())]
     if not modules or modules[0] in _WHOLE:
         yield
         return
@@ -262,7 +259,7 @@ def parameters_of(model: nn.Module) -> dict[str, Any]:
     """The parameters by name: those that processes share as DTensors, also where FSDP2 has just
     gathered them, unless they are to be whole."""
     known = dict[int, Any]()
-    for module in gathering_modules(model):
+    for module in _at_work(model):
         if module in _WHOLE:
             module.unshard()  # a state dict that was asked for has sharded it
             continue
@@ -283,7 +280,7 @@ def settled(model: nn.Module) -> Iterator[None]:
     back, so that processes need not gather it together.
     """
     with ExitStack() as stack:
-        for module in gathering_modules(model):
+        for module in _at_work(model):
             if module in _WHOLE:
                 module.unshard()
                 continue
@@ -316,6 +313,189 @@ def _restore(group: Any, attributes: list[dict[str, Any]]) -> None:
     group._sharded_state = group.fsdp_params[0].sharded_state
 
 
+def parallel_tensors(model: nn.Module) -> list[Any]:
+    """The DTensors of a model that is tensor parallel; none of one that FSDP2 alone has sharded."""
+    of_plain = {
+        id(each.sharded_param)
+        for module in _at_work(model)
+        for group in _groups_of(module._get_fsdp_state())
+        for each in group.fsdp_params
+        if not each.is_dtensor
+    }
+    shared = [t for t in (*parameters_of(model).values(), *model.buffers()) if is_sharded(t)]
+    return shared if any(id(t) not in of_plain for t in shared) else []
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """Within, a model that processes share is the plain one that it stands for.
+
+    It has whole parameters and buffers in the place of DTensors, and none of the hooks by which
+    torch gathers them or moves inputs and outputs from one layout to another. All processes enter
+    together. Whether it then computes the same is for others to ask.
+    """
+    with settled(model), ExitStack() as stack:
+        registries = [r for m in model.modules() for r in (m._parameters, m._buffers)]
+        stack.enter_context(_exchanged(registries))
+        stack.enter_context(_relieved(model))
+        yield
+
+
+@contextmanager
+def layered(model: nn.Module) -> Iterator[None]:
+    """Within, a model that processes share is the plain one that it stands for while it runs.
+
+    As `plain`, but every module has whole parameters only within its own forward pass, in a
+    `Gathering`.
+    """
+    with settled(model), ExitStack() as stack:
+        stack.enter_context(_exchanged([m._buffers for m in model.modules()]))
+        stack.enter_context(_relieved(model))
+        leaves: dict[int, _Leaf] = {}
+        for module in model.modules():
+            own = {n: p for n, p in module._parameters.items() if is_sharded(p)}
+            if own:
+                found = {n: leaves.setdefault(id(p), _Leaf(p)) for n, p in own.items()}
+                _UNITS[module] = _Unit(module, found)
+                stack.callback(_UNITS.pop, module)
+                # After hooks of the user's, which see what the module has run with.
+                stack.callback(module.register_forward_hook(_leave).remove)
+        yield
+
+
+@contextmanager
+def _exchanged(registries: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Within, registries of modules have plain copies in the place of DTensors."""
+    places = [(r, name, t) for r in registries for name, t in r.items() if is_sharded(t)]
+    whole = {id(t): t for _, _, t in places}
+    whole = {key: _plain_copy(t) for key, t in whole.items()}
+    try:
+        for registry, name, tensor in places:
+            registry[name] = whole[id(tensor)]
+        yield
+    finally:
+        for registry, name, tensor in places:
+            registry[name] = tensor
+
+
+def _plain_copy(sharded: Any) -> Tensor:
+    whole = _gathered_whole(sharded).clone()  # one that is replicated is no copy yet
+    if isinstance(sharded, nn.Parameter):
+        return nn.Parameter(whole, requires_grad=sharded.requires_grad)
+    return whole
+
+
+@contextmanager
+def _without_layouts(hooks: dict[int, Any]) -> Iterator[None]:
+    """Within, a module's hooks are those alone that are not torch's own for shared models."""
+    before = list(hooks.items())
+    taken = {key for key, hook in before if _moves_layouts(hook)}
+    try:
+        for key in taken:
+            del hooks[key]
+        yield
+    finally:
+        if taken:
+            now = dict(hooks)
+            hooks.clear()  # others may have come or gone in between
+            hooks.update((key, hook) for key, hook in before if key in taken or key in now)
+            hooks.update(now)
+
+
+def _moves_layouts(hook: Any) -> bool:
+    owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return owner.startswith(("torch.distributed.tensor", "torch.distributed.fsdp"))
+
+
+@contextmanager
+def _relieved(model: nn.Module) -> Iterator[None]:
+    """Within, torch neither gathers weights of the model nor moves what goes through it."""
+    modules = _at_work(model)
+    with ExitStack() as stack:
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                stack.enter_context(_without_layouts(hooks))
+        stack.callback(_RELIEVED.difference_update, modules)
+        _RELIEVED.update(modules)
+        yield
+
+
+@final
+class _Leaf:
+    """A whole parameter, as autograd knows it; without values unless a module is running."""
+
+    def __init__(self, sharded: Any) -> None:
+        self.sharded, self.users = sharded, 0
+        self.whole = nn.Parameter(
+            torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device),
+            requires_grad=sharded.requires_grad,
+        )
+        self.free()
+
+    def free(self) -> None:
+        self.users = 0
+        self.whole.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def fill(self, values: Tensor) -> None:
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        with _unsafe_preserve_version_counter(self.whole):
+            self.whole.copy_(values)
+
+
+@final
+class _Unit:
+    """A module that has whole parameters while it runs; some may be those of other modules too."""
+
+    def __init__(self, module: nn.Module, leaves: dict[str, _Leaf]) -> None:
+        self.module, self.leaves = module, leaves
+        self.depth = 0  # it may run within itself
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [leaf.sharded for leaf in self.leaves.values()]
+
+    def enter(self, fetch: Callable[[Take], object]) -> None:
+        """Before the module runs; `fetch` hands over the values of its parameters, by number."""
+        leaves = list(self.leaves.values())
+        if self.depth == 0:
+            if not all(leaf.users for leaf in leaves):
+                fetch(lambda k, whole: leaves[k].fill(whole))
+            for name, leaf in self.leaves.items():
+                leaf.users += 1
+                leaf.whole.requires_grad_(leaf.sharded.requires_grad)
+                self.module._parameters[name] = leaf.whole
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth = max(0, self.depth - 1)
+        if self.depth == 0:
+            self.part()
+
+    def reset(self) -> None:
+        """After a pass, also one that was cut short."""
+        self.depth = 0
+        self.part()
+        for leaf in self.leaves.values():
+            leaf.free()
+
+    def part(self) -> None:
+        """The module has its DTensors again."""
+        for name, leaf in self.leaves.items():
+            if self.module._parameters[name] is leaf.whole:
+                self.module._parameters[name] = leaf.sharded
+                leaf.users -= 1
+                if leaf.users == 0:
+                    leaf.free()
+
+
+_UNITS: WeakKeyDictionary[nn.Module, _Unit] = WeakKeyDictionary()
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    _UNITS[module].leave()
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -344,13 +524,15 @@ _NUMBERS = 6  # that processes exchange at a time
 class Gathering(ABC):
     """Passes of a model that processes share, layer by layer.
 
-    Autograd knows the whole weights that FSDP2 had gathered for the forward pass, and frees: they
-    are the leaves of its graphs. What graphs save of them is gathered anew when it is asked for.
+    Autograd knows the whole weights that FSDP2, or a unit, had gathered for the forward pass, and
+    frees: they are the leaves of its graphs. What graphs save of them is gathered anew when it is
+    asked for.
     """
 
     @uninterrupted()
     def __init__(self, model: nn.Module) -> None:
-        self.modules = gathering_modules(model)
+        self.modules = _at_work(model)
+        self.units = [_UNITS[module] for module in model.modules() if module in _UNITS]
         self.leaves: dict[int, Tensor] = {}  # id of a DTensor -> the leaf of graphs
         self._storages: dict[int, Any] = {}  # where a leaf's values are -> the DTensor
         for module in self.modules:
@@ -359,12 +541,13 @@ class Gathering(ABC):
                 for each in group.fsdp_params:
                     self._know(each.sharded_param, each.unsharded_param)
             module.reshard()
+        for leaf in (leaf for unit in self.units for leaf in unit.leaves.values()):
+            self._know(leaf.sharded, leaf.whole)
         for name, p in model.named_parameters():
             if is_sharded(p) and id(p) not in self.leaves:
                 raise ModelError(
                     f"Parameter {name!r} is a DTensor that fully_shard did not make of a plain "
-                    "tensor, as those of tensor parallelism are. Measure a copy of the model with "
-                    "plain parameters, full_tensor() of each."
+                    f"tensor, as those of tensor parallelism are. {ADVICE}"
                 )
 
     def _know(self, sharded: Any, leaf: Tensor) -> None:
@@ -403,6 +586,8 @@ class Gathering(ABC):
         finally:
             seen.remove()
             _reshard(self.modules)
+            for unit in self.units:
+                unit.reset()
 
     def insist(self, module: nn.Module, _: Any) -> None:
         """Refuse what would save weights that are freed: their place is our hooks' to keep."""
@@ -442,14 +627,21 @@ class Together(Gathering):
         super().__init__(model)
         self._passes = 0
         self._closed = False  # whether processes go their own ways
+        self._meshes = list({t.device_mesh: t for t in self._storages.values()}.values())
         self._agree(_ASKED, asked)
 
     @contextmanager
     def passing(self, sign: Callable[[], int]) -> Iterator[None]:
         self._passes += 1
         self._agree("a pass", self._passes, sign(), int(torch.is_grad_enabled()))
-        with self.saving(self.insist):
+        with self.saving(self._bring):
             yield
+
+    def _bring(self, module: nn.Module, inputs: Any) -> None:
+        """Before a module runs: its weights, if FSDP2 does not gather them."""
+        self.insist(module, inputs)
+        if unit := _UNITS.get(module):
+            unit.enter(partial(_fetch, unit.parameters))
 
     def meet(self) -> None:
         """Which they do."""
@@ -478,8 +670,7 @@ class Together(Gathering):
         signs = int(what == _LEFT), kind, -kind
         empty = [0] * (_NUMBERS - len(numbers))
         self._closed = True  # unless all answer
-        one = next(iter(self._storages.values()))
-        left, most, least, *found = largest(one, *signs, *numbers, *empty)
+        left, most, least, *found = greatest(self._meshes, *signs, *numbers, *empty)
         if left:
             self._part(_RAISED)
         if most != -least:
@@ -498,8 +689,6 @@ class Together(Gathering):
 _MEETS, _RESTS, _FAILS = -1, -2, -3
 
 _ROOM = 3  # times a weight, while it is gathered: as it arrives, put in order, and changed
-
-Take = Callable[[int, Tensor], None]
 
 
 class Stopped(BaseException):
@@ -534,16 +723,19 @@ class Served(Gathering):
         self._ranks = ranks
         states = (module._get_fsdp_state() for module in self.modules)
         self._states = list({id(state): state for state in states}.values())
-        # What is gathered at a time, the same on all ranks: groups of FSDP2, then each parameter.
+        # What is gathered at a time, the same on all ranks: groups of FSDP2, units, each parameter.
         self._bundles: list[list[Any]] = []
-        self._groups: dict[int, int] = {}  # id of a group -> its number
+        self._groups: dict[int, int] = {}  # id of a group, or of a unit -> its number
         self._places: dict[int, int] = {}  # where a shard's values are -> the parameter's number
         self._changes: dict[int, Callable[[Tensor], object]] = {}
         groups = [group for state in self._states for group in _groups_of(state)]
         for group in groups:
             self._groups[id(group)] = len(self._bundles)
             self._bundles.append([each.sharded_param for each in group.fsdp_params])
-        for sharded in [each.sharded_param for group in groups for each in group.fsdp_params]:
+        for unit in self.units:
+            self._groups[id(unit)] = len(self._bundles)
+            self._bundles.append(unit.parameters)
+        for sharded in {id(p): p for bundle in self._bundles for p in bundle}.values():
             self._places[_place(sharded)] = len(self._bundles)
             self._bundles.append([sharded])
 
@@ -614,11 +806,20 @@ class Served(Gathering):
     def _bring(self, module: nn.Module, inputs: Any) -> None:
         """Before a module runs: its weights, in the place of what FSDP2 would gather itself."""
         self.insist(module, inputs)
+        if unit := _UNITS.get(module):
+            unit.enter(partial(self._fetched, unit))
         if module not in self.modules:
             return
         for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
             if not group.is_unsharded:
                 self._fill(group)
+
+    def _fetched(self, unit: _Unit, take: Take) -> None:
+        parameters = unit.parameters
+        self._asked(
+            self._groups[id(unit)],
+            lambda k, whole: take(k, self._changed(parameters[k], whole)),
+        )
 
     @torch.no_grad()
     def _fill(self, group: Any) -> None:
@@ -686,8 +887,9 @@ def _place(sharded: Any) -> int:
 
 
 def shared_parameter(model: nn.Module) -> Any:
-    """A parameter that processes share, or None."""
-    return next(filter(is_sharded, parameters_of(model).values()), None)
+    """A parameter that processes share, with as many as any is, or None."""
+    shared = filter(is_sharded, parameters_of(model).values())
+    return max(shared, key=lambda p: p.device_mesh.size(), default=None)
 
 
 def is_first(sharded: Any) -> bool:
@@ -713,13 +915,22 @@ def largest(sharded: Any, *numbers: int) -> list[int]:
     return found
 
 
+def greatest(shared: Iterable[Any], *numbers: int) -> list[int]:
+    """The largest that a process has of each number, among those that share some of the DTensors,
+    whose meshes may be rows and columns of one."""
+    found = list(numbers)
+    for tensor in {t.device_mesh: t for t in shared}.values():
+        found = largest(tensor, *found)
+    return found
+
+
 def state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What its state dict holds, whole, in the same order.
 
     Of a sharded model copies, one by one: FSDP2 shards modules when it is asked for a state dict,
     and cannot free what numpy has looked at.
     """
-    if not gathering_modules(model):
+    if not gathering_modules(model) and shared_parameter(model) is None:
         yield from model.state_dict(keep_vars=True).items()
         return
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -762,6 +973,12 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def _fetch(parameters: Iterable[Any], take: Take) -> None:
+    for k, sharded in enumerate(parameters):
+        take(k, _gathered_whole(sharded))
+
+
+@torch.no_grad()
 def _gathered_whole(sharded: Any) -> Tensor:
     """The values of a DTensor, by a collective of all that share it."""
     whole: Tensor = sharded.detach().full_tensor().contiguous()
@@ -769,6 +986,7 @@ def _gathered_whole(sharded: Any) -> Tensor:
 
 
 ADVICE = (
-    "Measure it within `with saltflat.gathered(model):`, which takes the memory of the whole model "
-    "in every process, or measure a copy that is not sharded."
+    "Measure it within `with saltflat.gathered(model):`, or gathered(model, example_inputs) if it "
+    "is tensor parallel, which takes the memory of the whole model in every process; or measure a "
+    "copy that is not sharded."
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from saltflat.sharded import held, layouts, summed
 
@@ -16,6 +17,12 @@ Vector = list[Tensor] | tuple[Tensor, ...]
 def put(parameters: Vector, values: Vector) -> None:
     """Set the parameters to the values."""
     torch._foreach_copy_(held(parameters), held(values))
+
+
+@torch.no_grad()
+def add(parameters: Vector, values: Vector) -> None:
+    """Add the values to the parameters."""
+    torch._foreach_add_(held(parameters), held(values))
 
 
 @torch.no_grad()
@@ -68,3 +75,31 @@ def together(scalars: Sequence[Tensor]) -> Tensor:
     """The scalars as one vector, on the device of the first and in the widest of their dtypes."""
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in scalars) else torch.float32
     return torch.stack([x.to(scalars[0].device, dtype) for x in scalars])
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold its values; none where there are no values to be written."""
+    if tensor.is_meta or tensor.is_nested:
+        return []
+    if wraps(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        held = (getattr(tensor, name) for name in names)  # of a DTensor, the mesh too
+        return [part for each in held if isinstance(each, Tensor) for part in dense_parts(each)]
+    data = tensor.data  # unlike `detach`, with a version counter of its own
+    if data.layout == torch.strided:
+        return [data]
+    if data.layout == torch.sparse_coo:
+        return [data._indices(), data._values()]
+    if data.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [data.crow_indices(), data.col_indices(), data.values()]
+    if data.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [data.ccol_indices(), data.row_indices(), data.values()]
+    return []
+
+
+def wraps(tensor: Tensor) -> bool:
+    """Whether it is of a class whose tensors consist of others (DTensor, quantised weights)."""
+    return type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor))
+
+
+_PLAIN = (Tensor, nn.Parameter)

@@ -17,8 +17,8 @@ from saltflat.losses import Loss, with_settings
 from saltflat.report.code import code_hash
 from saltflat.result import Certificate
 from saltflat.risk import Risk
-from saltflat.session import dense_parts
 from saltflat.sharded import state_of
+from saltflat.vectors import dense_parts
 from saltflat.version import __version__
 
 

@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.memory import fails_again, out_of_memory
 from saltflat.risk import logits, unwrap
-from saltflat.session import RandomState, TensorValues, lend
+from saltflat.session import RandomState, TensorValues, arguments, lend
 from saltflat.symmetries.element import Element, duplicate
-from saltflat.symmetries.example import arguments
 from saltflat.symmetries.group import Group
 
 Output = Callable[[Any], Any]

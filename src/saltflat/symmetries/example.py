@@ -14,17 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from saltflat.errors import InvalidType
 from saltflat.risk import Risk, Unpack
-from saltflat.session import RandomState
+from saltflat.session import RandomState, arguments
 
 _SAMPLES = 2  # as the scales do not depend on the values
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called on inputs: a tensor, a tuple of arguments or a dict of them."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 def inputs_of(model: nn.Module, data: Any, unpack: Unpack | None, parameters: Iterable[str]) -> Any:

@@ -13,12 +13,12 @@ from torch import nn
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.memory import fails_again, out_of_memory
 from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
-from saltflat.session import TensorValues, values_of
+from saltflat.session import TensorValues, arguments, values_of
 from saltflat.sharded import ADVICE, parameters_of, refuse_sharded
 from saltflat.symmetries.assemble import Assembly, Basis
 from saltflat.symmetries.element import Exponents, duplicate
 from saltflat.symmetries.evaluate import check_copy, confirm, evaluation, memory
-from saltflat.symmetries.example import arguments, inputs_of
+from saltflat.symmetries.example import inputs_of
 from saltflat.symmetries.group import Generator, Group, Kind
 from saltflat.symmetries.liveness import liveness
 from saltflat.symmetries.propagate import RULES, Propagation

@@ -15,7 +15,7 @@ from saltflat.curvature import Hutchinson, mixed
 from saltflat.errors import InvalidType, InvalidValue, ModelError, listed
 from saltflat.losses import LossLike, resolve
 from saltflat.risk import Output, logits, unwrap
-from saltflat.sharded import gathered
+from saltflat.sharded import unsharded
 from saltflat.training.fam.capture import Capture, Forward, LayerCall, named_layers
 from saltflat.training.fam.flatness import LayerModule
 from saltflat.training.fam.penalty import Choices, Penalty, PenaltyPass
@@ -195,7 +195,7 @@ class FAM:
             self._last, self._factor = {}, 0.0
             return outputs.new_zeros((), dtype=torch.promote_types(outputs.dtype, torch.float32))
         calls = self._single_calls(forward, outputs)
-        whole = gathered(self.model, until_backward=torch.is_grad_enabled())
+        whole = unsharded(self.model, until_backward=torch.is_grad_enabled())
         with whole, torch.enable_grad(), torch.autocast(outputs.device.type, enabled=False):
             # Looking at targets makes a GPU wait, and the user's own loss looks at them too.
             here = outputs.device.type == "cpu"
