@@ -559,7 +559,9 @@ class PackedPass(PairPass):
         own = torch.zeros(count, width, dtype=torch.float64)
         for places, squares in (self.squares or {}).values():
             own[places] = squares
-        every = torch.cat(self.reduction.each(lambda: own))
+        told = self.reduction.each(lambda: own)
+        # A rank without samples does not know how many entries there are.
+        every = torch.cat([part for part in told if len(part)] or told)
         return every / every.sum(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
 
     def copes(self, plan: Plan) -> bool:
