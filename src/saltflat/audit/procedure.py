@@ -174,6 +174,11 @@ def _tried(
 
 
 def _measures(measures: Selection, functions: Mapping[str, Function]) -> Sequence[Measure]:
+    if not isinstance(functions, Mapping):
+        raise InvalidType(
+            "functions must map names to callables, e.g. {'mine': f}. "
+            f"Got {type(functions).__name__}."
+        )
     for name, function in functions.items():
         if not callable(function):
             raise InvalidType(
