@@ -61,6 +61,7 @@ ARGUMENTS = [
     (ValueError, {"tolerance": 0}, ["tolerance", "above 0"]),
     (ValueError, {"tolerance": "1%"}, ["tolerance", "'1%'"]),
     (ValueError, {"dtype": torch.int64}, ["dtype", "int64"]),
+    (ValueError, {"dtype": "float64"}, ["'float64'", "torch.float64"]),
     (ValueError, {"parameters": ["0.wieght"]}, ["0.wieght", "'0.weight'"]),
     (ValueError, {"parameters": "0.weight"}, ["0.weight", "trainable", "all"]),
     (ValueError, {"parameters": []}, ["parameters"]),

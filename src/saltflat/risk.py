@@ -1114,7 +1114,8 @@ def _compute_dtype(parameters: Iterable[Tensor], asked: torch.dtype | None) -> t
     """The dtype to convert to, or None to compute in the model's own: half precision is widened."""
     if asked is not None:
         if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
-            raise InvalidValue(f"dtype must be a floating point dtype. Got {asked}.")
+            hint = "; pass torch.float32 or torch.float64" if isinstance(asked, str) else ""
+            raise InvalidValue(f"dtype must be a floating point dtype. Got {asked!r}{hint}.")
         return asked
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
     return torch.float32 if half else None
