@@ -62,6 +62,8 @@ ARGUMENTS = [
     (ValueError, {"tolerance": "1%"}, ["tolerance", "'1%'"]),
     (ValueError, {"dtype": torch.int64}, ["dtype", "int64"]),
     (ValueError, {"dtype": "float64"}, ["'float64'", "torch.float64"]),
+    (TypeError, {"output": "scores"}, ["callable", "out['scores']"]),
+    (TypeError, {"output": 0}, ["callable", "out[0]"]),
     (ValueError, {"parameters": ["0.wieght"]}, ["0.wieght", "'0.weight'"]),
     (ValueError, {"parameters": "0.weight"}, ["0.weight", "trainable", "all"]),
     (ValueError, {"parameters": []}, ["parameters"]),
@@ -334,7 +336,8 @@ class Answers(nn.Module):
     ("answer", "word"),
     [
         (lambda o: (o, o), "output="),
-        (lambda o: {"prediction": o}, "output="),
+        (lambda o: {"prediction": o}, "It holds 'prediction'."),
+        (lambda o: {"prediction": o}, "output=lambda out: out['prediction']"),
         (lambda o: None, "output="),
         (lambda o: o.argmax(1), "floating"),
         (lambda o: o.mean(), "one row"),

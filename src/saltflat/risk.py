@@ -284,7 +284,7 @@ class Risk:
         self.notes: list[str] = []
         self._items = kept(items_of(data))
         self._unpack = unpack or split_item
-        self.output = output or logits
+        self.output = answer_of(output)
         everything = parameters_of(self.model)
         self.parameters = _choose(everything, parameters)
         check_parameters(everything, set(self.parameters))
@@ -941,10 +941,25 @@ def logits(raw: Any) -> Tensor:
     found = raw.get("logits") if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if isinstance(found, Tensor):
         return found
+    keys = list(raw) if isinstance(raw, Mapping) else []
+    held = f" It holds {listed(map(repr, keys))}." if keys else ""
     raise ModelError(
-        f"The model returned {type(raw).__name__}, which is neither a tensor nor has logits. "
-        "Pass output=callable to choose the outputs, e.g. output=lambda out: out[0]."
+        f"The model returned {type(raw).__name__}, which is neither a tensor nor has logits.{held} "
+        "Pass output=callable to choose the outputs, "
+        f"e.g. output=lambda out: out[{keys[0] if keys else 0!r}]."
     )
+
+
+def answer_of(output: Output | None) -> Output:
+    """What takes the outputs out of what a model returned: the user's callable, or `logits`."""
+    if output is None:
+        return logits
+    if not callable(output):
+        raise InvalidType(
+            "output must be a callable that is given what the model returned. "
+            f"Got {output!r}; pass e.g. output=lambda out: out[{output!r}]."
+        )
+    return output
 
 
 def items_of(data: Any) -> Iterable[Any]:

@@ -394,7 +394,14 @@ def _chooser(text: str) -> Callable[[Any], Any]:
 def _entry(text: str, raw: Any) -> Any:
     if isinstance(raw, tuple | list) and text.isdecimal():
         return raw[int(text)]
-    return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
+    try:
+        return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
+    except (KeyError, AttributeError):
+        held = raw.keys() if hasattr(raw, "keys") else ()
+        hint = f" {nearest(text, map(str, held))}" if held else ""
+        raise InvalidValue(
+            f"--output: the model returned {type(raw).__name__}, which has no {text!r}.{hint}"
+        ) from None
 
 
 def measure_names(measures: list[str] | None) -> Any:
