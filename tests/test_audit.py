@@ -460,6 +460,11 @@ def test_a_model_must_be_one() -> None:
         audit(len, points())
 
 
+def test_functions_need_names() -> None:
+    with pytest.raises(InvalidType, match="names to callables"):
+        audit(mlp(), points(), functions=[max])
+
+
 def test_errors_of_functions_name_them() -> None:
     def wrong(model: nn.Module, data: Data) -> float:
         raise RuntimeError("no")

@@ -61,6 +61,9 @@ ARGUMENTS = [
     (ValueError, {"tolerance": 0}, ["tolerance", "above 0"]),
     (ValueError, {"tolerance": "1%"}, ["tolerance", "'1%'"]),
     (ValueError, {"dtype": torch.int64}, ["dtype", "int64"]),
+    (ValueError, {"dtype": "float64"}, ["'float64'", "torch.float64"]),
+    (TypeError, {"output": "scores"}, ["callable", "out['scores']"]),
+    (TypeError, {"output": 0}, ["callable", "out[0]"]),
     (ValueError, {"parameters": ["0.wieght"]}, ["0.wieght", "'0.weight'"]),
     (ValueError, {"parameters": "0.weight"}, ["0.weight", "trainable", "all"]),
     (ValueError, {"parameters": []}, ["parameters"]),
@@ -82,8 +85,10 @@ def test_probes(probes: object) -> None:
     assert isinstance(caught.value, sf.SaltflatError)
 
 
-def test_unknown_loss_without_a_near_one() -> None:
-    refuses(ValueError, "cross_entropy", "mse", "bce", loss="zzz")
+@pytest.mark.parametrize("name", ["zzz", "ce"])
+def test_an_unknown_loss(name: str) -> None:
+    """All are named: 'ce' looks like 'bce', which is another loss."""
+    refuses(ValueError, "'cross_entropy'", "'mse'", "'bce'", loss=name)
 
 
 # data
@@ -331,7 +336,8 @@ class Answers(nn.Module):
     ("answer", "word"),
     [
         (lambda o: (o, o), "output="),
-        (lambda o: {"prediction": o}, "output="),
+        (lambda o: {"prediction": o}, "It holds 'prediction'."),
+        (lambda o: {"prediction": o}, "output=lambda out: out['prediction']"),
         (lambda o: None, "output="),
         (lambda o: o.argmax(1), "floating"),
         (lambda o: o.mean(), "one row"),

@@ -778,3 +778,20 @@ def test_settings_are_checked() -> None:
         _ = report(case)["hessian_trace"].max
     assert MatrixNormalizedSharpness().settings() == {}
     assert NormalizedSharpness(lam=2.0).settings()["lam"] == 2.0
+
+
+def test_what_is_of_weight_matrices_alone() -> None:
+    """As README and choose.md say: without biases and normalisations most measures are the same."""
+    torch.manual_seed(0)
+    parts = nn.Embedding(9, 4), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 6), nn.BatchNorm1d(6)
+    model = net.seq(*parts, nn.ReLU(), nn.Linear(6, 3)).double()
+    data = torch.randint(0, 9, (12, 2)), torch.arange(12) % 3
+    matrices = [n for n, p in model.named_parameters() if p.ndim == 2]
+    every = sf.measure(model, data, measures="all")
+    fewer = sf.measure(model, data, measures="all", parameters=matrices)
+    assert {n for n in every if fewer[n].value != pytest.approx(every[n].value, rel=1e-6)} == {
+        "hessian_trace",
+        "hessian_max_eigenvalue",
+        "minimum_sharpness",
+        "neuronwise_minimum_sharpness",
+    }

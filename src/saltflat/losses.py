@@ -25,7 +25,6 @@ from saltflat.errors import (
     InvalidValue,
     LossError,
     listed,
-    nearest,
 )
 from saltflat.memory import ordinary
 from saltflat.vectors import bounds
@@ -742,7 +741,8 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
     """The `Loss` that a name, a module or a function stands for, or the callable itself."""
     if isinstance(loss, str):
         if loss not in NAMED:
-            raise InvalidValue(f"Unknown loss {loss!r}. {nearest(loss, NAMED)}")
+            known = ", ".join(map(repr, NAMED))
+            raise InvalidValue(f"Unknown loss {loss!r}. Known: {known}.")
         return NAMED[loss]()
     if isinstance(loss, type):
         raise InvalidType(f"The loss is a class. Pass an instance: {loss.__name__}().")

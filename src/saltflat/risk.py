@@ -284,7 +284,7 @@ class Risk:
         self.notes: list[str] = []
         self._items = kept(items_of(data))
         self._unpack = unpack or split_item
-        self.output = output or logits
+        self.output = answer_of(output)
         everything = parameters_of(self.model)
         self.parameters = _choose(everything, parameters)
         check_parameters(everything, set(self.parameters))
@@ -941,10 +941,25 @@ def logits(raw: Any) -> Tensor:
     found = raw.get("logits") if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if isinstance(found, Tensor):
         return found
+    keys = list(raw) if isinstance(raw, Mapping) else []
+    held = f" It holds {listed(map(repr, keys))}." if keys else ""
     raise ModelError(
-        f"The model returned {type(raw).__name__}, which is neither a tensor nor has logits. "
-        "Pass output=callable to choose the outputs, e.g. output=lambda out: out[0]."
+        f"The model returned {type(raw).__name__}, which is neither a tensor nor has logits.{held} "
+        "Pass output=callable to choose the outputs, "
+        f"e.g. output=lambda out: out[{keys[0] if keys else 0!r}]."
     )
+
+
+def answer_of(output: Output | None) -> Output:
+    """What takes the outputs out of what a model returned: the user's callable, or `logits`."""
+    if output is None:
+        return logits
+    if not callable(output):
+        raise InvalidType(
+            "output must be a callable that is given what the model returned. "
+            f"Got {output!r}; pass e.g. output=lambda out: out[{output!r}]."
+        )
+    return output
 
 
 def items_of(data: Any) -> Iterable[Any]:
@@ -1114,7 +1129,8 @@ def _compute_dtype(parameters: Iterable[Tensor], asked: torch.dtype | None) -> t
     """The dtype to convert to, or None to compute in the model's own: half precision is widened."""
     if asked is not None:
         if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
-            raise InvalidValue(f"dtype must be a floating point dtype. Got {asked}.")
+            hint = "; pass torch.float32 or torch.float64" if isinstance(asked, str) else ""
+            raise InvalidValue(f"dtype must be a floating point dtype. Got {asked!r}{hint}.")
         return asked
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
     return torch.float32 if half else None

@@ -33,7 +33,7 @@ from saltflat.losses import LossLike
 from saltflat.measure import announce, attempt, prepared
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
-from saltflat.risk import Output, Risk, Unpack, logits
+from saltflat.risk import Output, Risk, Unpack, answer_of
 from saltflat.session import RandomState, lend
 from saltflat.shards import one_shard
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
@@ -172,7 +172,7 @@ def _plain(
             if batch:
                 statistics.enter_context(batch_mode(model))
                 statistics.enter_context(BatchStatistics("the example"))
-            raw = (output or logits)(run(model, widened(example)))
+            raw = answer_of(output)(run(model, widened(example)))
     finally:
         state.restore()
     return [t.detach().double() for t in tree_leaves(raw) if isinstance(t, Tensor)]

@@ -24,7 +24,7 @@ from saltflat.losses import JointLoss, Loss, LossLike, describe, refuse_paramete
 from saltflat.measure import Selection, left_out, measure_objects
 from saltflat.measurement import Measurement
 from saltflat.measures import Measure
-from saltflat.risk import Batch, Output, Risk, Unpack, logits, unwrap
+from saltflat.risk import Batch, Output, Risk, Unpack, answer_of, unwrap
 from saltflat.symmetries import Group, check_copy, duplicate, symmetries
 from saltflat.watch import kept
 from saltflat.work import Callback, Work, reporting
@@ -174,6 +174,11 @@ def _tried(
 
 
 def _measures(measures: Selection, functions: Mapping[str, Function]) -> Sequence[Measure]:
+    if not isinstance(functions, Mapping):
+        raise InvalidType(
+            "functions must map names to callables, e.g. {'mine': f}. "
+            f"Got {type(functions).__name__}."
+        )
     for name, function in functions.items():
         if not callable(function):
             raise InvalidType(
@@ -230,7 +235,7 @@ def _prepared(
             few = risk.first().part(0, _SAMPLES)
             _check_loss(risk, few, unwrap(model))
         example = few.inputs if example is None else example
-    check_copy(unwrap(model), wide, example, common["output"] or logits)
+    check_copy(unwrap(model), wide, example, answer_of(common["output"]))
     return wide, example
 
 

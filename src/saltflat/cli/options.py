@@ -22,8 +22,8 @@ from saltflat.cli.models import FORMS as MODEL_FORMS
 from saltflat.cli.models import load_model
 from saltflat.cli.named import is_named, named
 from saltflat.cli.running import Voice
-from saltflat.errors import LoadError, nearest
-from saltflat.losses import NAMED
+from saltflat.errors import InvalidValue, LoadError, nearest
+from saltflat.losses import NAMED, resolve
 from saltflat.measures import MEASURES
 
 MEASURED = "What is measured"
@@ -343,9 +343,10 @@ class Request:
     def _loss(self) -> Any:
         if is_named(self.loss):
             return _callable("--loss", self.loss)
-        if self.loss not in NAMED:
-            words = f"Unknown loss {self.loss!r}. {nearest(self.loss, NAMED)}"
-            raise typer.BadParameter(words, param_hint="--loss")
+        try:
+            resolve(self.loss)
+        except InvalidValue as error:
+            raise typer.BadParameter(str(error), param_hint="--loss") from None
         return self.loss
 
 
@@ -393,7 +394,14 @@ def _chooser(text: str) -> Callable[[Any], Any]:
 def _entry(text: str, raw: Any) -> Any:
     if isinstance(raw, tuple | list) and text.isdecimal():
         return raw[int(text)]
-    return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
+    try:
+        return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
+    except (KeyError, AttributeError):
+        held = raw.keys() if hasattr(raw, "keys") else ()
+        hint = f" {nearest(text, map(str, held))}" if held else ""
+        raise InvalidValue(
+            f"--output: the model returned {type(raw).__name__}, which has no {text!r}.{hint}"
+        ) from None
 
 
 def measure_names(measures: list[str] | None) -> Any:

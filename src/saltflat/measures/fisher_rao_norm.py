@@ -31,8 +31,8 @@ class FisherRaoNorm(Measure):
     name: ClassVar[str] = "fisher_rao_norm"
     title: ClassVar[str] = "Σ_i θ_i² E[(∂ℓ/∂θ_i)²]"
     explanation: ClassVar[str] = (
-        "The mean squared slope of the loss along each parameter, weighted by the parameter's "
-        "squared size."
+        "The mean squared slope of the loss along each weight, biases left out, times the "
+        "weight's squared size."
     )
     paper: ClassVar[str] = "Liang et al. 2019; Tsuzuku et al. 2020"
     references: ClassVar[tuple[str, ...]] = ("liang2019fisher", "tsuzuku2020normalized")

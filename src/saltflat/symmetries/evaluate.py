@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.memory import fails_again, out_of_memory
-from saltflat.risk import logits, unwrap
+from saltflat.risk import answer_of, unwrap
 from saltflat.session import RandomState, TensorValues, arguments, lend
 from saltflat.symmetries.element import Element, duplicate
 from saltflat.symmetries.group import Group
@@ -340,7 +340,7 @@ _MOST = 0.1
 
 def answers(model: nn.Module, example: Any, output: Output | None = None) -> list[Tensor]:
     """What the model answers, computed in float64."""
-    with evaluation(unwrap(model), example, output or logits, wide=True) as lent:
+    with evaluation(unwrap(model), example, answer_of(output), wide=True) as lent:
         return [t.detach() for t in lent.answers()]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from saltflat.errors import InvalidType, InvalidValue, ModelError
 from saltflat.memory import fails_again, out_of_memory
-from saltflat.risk import Unpack, check_finite, check_parameters, logits, unwrap
+from saltflat.risk import Unpack, answer_of, check_finite, check_parameters, unwrap
 from saltflat.session import TensorValues, arguments, values_of
 from saltflat.sharded import ADVICE, parameters_of, refuse_sharded
 from saltflat.symmetries.assemble import Assembly, Basis
@@ -71,7 +71,7 @@ def symmetries(
         parameters_of(inner).values(), "Rescalings are sought in whole parameters", ADVICE
     )
     example = inputs_of(inner, example, unpack, movable)
-    answer = output or logits
+    answer = answer_of(output)
     values = values_of(inner)  # of which every pass below would make a copy
     tape = _trace(inner, example, answer, values)
     named = dict(inner.named_parameters())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from saltflat.curvature import Hutchinson, mixed
 from saltflat.errors import InvalidType, InvalidValue, ModelError, listed
 from saltflat.losses import LossLike, resolve
-from saltflat.risk import Output, logits, unwrap
+from saltflat.risk import Output, answer_of, unwrap
 from saltflat.sharded import unsharded
 from saltflat.training.fam.capture import Capture, Forward, LayerCall, named_layers
 from saltflat.training.fam.flatness import LayerModule
@@ -134,7 +134,7 @@ class FAM:
         self._layers = named_layers(self.model, layer)
         self._choices = Choices(simplified, normalize_features, estimator)
         self._loss = resolve(loss)
-        self._output = output or logits
+        self._output = answer_of(output)
         self._calls, self._warned = 0, False
         self._last: dict[str, Penalty] = {}
         self._factor: float | Tensor = math.nan  # of the last call, and its loss
