@@ -626,6 +626,17 @@ def test_every_pair_is_in_one_row_of_its_sample_and_lot(most: int, apart: bool) 
     assert sorted(seen) == list(range(len(pairs.samples)))
 
 
+def test_pairs_of_a_sample_are_in_all_groups() -> None:
+    """They are drawn one by one. In one group, samples that have much of a block would make errors
+    of what is made of groups too large."""
+    pairs = choose(torch.full((4, 1600), 0.5), 1.0, 16, 0)
+    for sample in range(4):
+        of = torch.bincount(pairs.groups[pairs.samples == sample], minlength=16)
+        assert len(of) == 16
+        assert int(of.min()) > 25
+        assert int(of.max()) < 80
+
+
 def test_a_lower_threshold_draws_the_same_pairs_and_more() -> None:
     sizes = torch.rand(300, 7, dtype=torch.float64)
     few, many = (choose(sizes, threshold, 4, 1) for threshold in (8.0, 3.0))

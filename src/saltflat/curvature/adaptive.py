@@ -311,7 +311,7 @@ class Pairs:
     directions: Tensor
     weights: Tensor
     chances: Tensor  # 1 for those that are sent in any case
-    groups: Tensor  # that the samples are in, of so many
+    groups: Tensor  # that they are in, of so many
     folds: int
     unit: float  # weight times size of the drawn ones
 
@@ -370,20 +370,23 @@ class Sent:
 
 def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
     """The pairs for a threshold; which are drawn does not depend on any other sample."""
-    found, rest = list[tuple[Tensor, Tensor, Tensor]](), 0.0
+    found, rest = list[tuple[Tensor, Tensor, Tensor, Tensor]](), 0.0
     for start in range(0, len(sizes), _BLOCK):
         part = sizes[start : start + _BLOCK]
         chances = (part / threshold).clamp(max=1)
         numbers = uniforms(range(start, start + len(part)), part.shape[1], *key)
         samples, directions = (numbers < chances).nonzero(as_tuple=True)
-        found.append((samples + start, directions, chances[samples, directions]))
         rest += float(part[chances < 1].sum())
-    samples, directions, chances = (torch.cat(each) for each in zip(*found, strict=True))
+        chances, numbers = chances[samples, directions], numbers[samples, directions]
+        found.append((samples + start, directions, chances, numbers))
+    samples, directions, chances, numbers = map(torch.cat, zip(*found, strict=True))
     drawn = chances < 1
     unit = rest / max(1, int(drawn.sum()))
     weights = torch.where(drawn, unit / (chances * threshold), 1.0)
-    group = uniforms(range(len(sizes)), 1, *key, folds)[:, 0].mul_(folds).long()
-    return Pairs(samples, directions, weights, chances, group[samples], folds, unit)
+    # Where it fell among those by which it would be drawn. Pairs of a sample, which may all be
+    # large or small, are drawn one by one, and are in groups of their own.
+    groups = (numbers / chances * folds).long().clamp_(max=folds - 1)
+    return Pairs(samples, directions, weights, chances, groups, folds, unit)
 
 
 def pilot(

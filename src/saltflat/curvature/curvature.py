@@ -553,6 +553,7 @@ class _Search:
         self.fixed = given if isinstance(given, OwnNoise) else None
         self.shared_noise = isinstance(given, Hutchinson)
         self.crowd = 0  # directions a sample, if there are too many
+        self.uneven = False  # whether many samples dominate others
         self.estimator = _of_products(given, curvature.seed)
         self.findings = Findings(matrices=plan.matrices, rules=plan.rules, calls=plan.signature)
         self.joint = self._joint()
@@ -740,6 +741,9 @@ class _Search:
         self, requests: Requests, stream: Iterable[Batch], first: Batch
     ) -> Requests | Refutation:
         """The directions that matter, within the tolerance; returns what is left to sweep for."""
+        if self.uneven and self.kinds & WHOLE:
+            self._not_chosen("what is made of single entries would be biased by their noise")
+            return requests
         loss, settings = self.whole.loss, self.settings
         assert isinstance(loss, Loss)
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
@@ -799,6 +803,7 @@ class _Search:
         asked = f"tolerance={self.settings.tolerance:g}"
         if likeliest is None:
             self.findings.notes.append(f"{asked}: {_MANY}")
+            self.uneven = True
             return requests
         known, settled, swept = likeliest
         top = _LIKELIEST if known else 0
