@@ -39,6 +39,9 @@ from saltflat.memory import out_of_memory
 from saltflat.prints import in_words
 from saltflat.sharded import (
     greatest,
+    greatest_entries,
+    held,
+    is_sharded,
     lent,
     parallel_tensors,
     plain,
@@ -697,6 +700,25 @@ class Likeness:
                 "copy that is built without parallelize_module, and load full_tensor() of each "
                 "parameter."
             ) from cause
+        self._check_copies(found)
+
+    def _check_copies(self, found: Sequence[Tensor]) -> None:
+        """Refuse processes that have not the same model, where no other compares with their part:
+        weights and buffers of a last layer, of which each holds a copy."""
+        sign = crc32(str([(t.shape, t.dtype) for t in found]).encode())
+        most, least = greatest(self.shared, sign, -sign)
+        same = most == -least
+        if same:  # and so there are as many, of the same shapes
+            numbers = [t for t in found if t.is_floating_point()]
+            tops = [greatest_entries(self.shared, t) for t in numbers]
+            same = all(map(partial(_close, digits=_DIGITS), numbers, tops))
+        (differ,) = greatest(self.shared, int(not same))
+        if differ:
+            raise ModelError(
+                "The processes that share the model do not have the same one: their outputs on the "
+                "same samples differ. Weights or buffers of which each holds a copy are not equal; "
+                "send those of one process to all (torch.distributed.broadcast)."
+            )
 
     def _answers(self) -> list[Tensor]:
         """The outputs with the weights of the model, and with others near them.

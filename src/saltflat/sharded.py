@@ -899,20 +899,31 @@ def is_first(sharded: Any) -> bool:
 
 def largest(sharded: Any, *numbers: int) -> list[int]:
     """The largest that a process has of each number, among those that share a DTensor."""
+    found: list[int] = _largest(sharded, torch.tensor(numbers, device=sharded.device)).tolist()
+    return found
+
+
+def _largest(sharded: Any, own: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = sharded.device_mesh
-    own = torch.tensor(numbers, device=sharded.device)
     parts = [Partial("max")] * mesh.ndim
     try:
-        whole = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
+        whole: Tensor = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
     except RuntimeError as error:
         raise DistributedError(
             "A process that shares the model is gone, has raised an error, or does not make this "
             f"call ({str(error).partition('. This')[0]}). Look at the output of the others."
         ) from error
-    found: list[int] = whole.tolist()
-    return found
+    return whole
+
+
+@torch.no_grad()
+def greatest_entries(shared: Iterable[Any], own: Tensor) -> Tensor:
+    """As `greatest`, of each entry of a tensor, which has the same shape in all of them."""
+    for tensor in {t.device_mesh: t for t in shared}.values():
+        own = _largest(tensor, own)
+    return own
 
 
 def greatest(shared: Iterable[Any], *numbers: int) -> list[int]:
