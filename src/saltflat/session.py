@@ -91,13 +91,13 @@ class _Attributes:
     def restore(self) -> dict[str, Redo]:
         """Put back what changed, one by one: the module is never without its attributes."""
         redo = self._restore_attributes()
-        for key, held, before in self.containers:
-            if held or before:
-                now = _items(held)
+        for key, container, before in self.containers:
+            if container or before:
+                now = _items(container)
                 if len(now) != len(before) or not all(map(is_, now, before)):
                     left = _first_change(now, before) if key in _REGISTRIES else key
-                    redo[_join(self.name, left)] = partial(_fill, held, now)
-                    _fill(held, before)
+                    redo[_join(self.name, left)] = partial(_fill, container, now)
+                    _fill(container, before)
         return redo
 
     def _restore_attributes(self) -> dict[str, Redo]:
@@ -299,7 +299,8 @@ class _Snapshot:
         worked_on = (pair for i, pair in everything.items() if i not in converted)
         self.values = TensorValues(worked_on) if values is None else values
         self.records.append(self.values)
-        counted = (t for _, t in everything.values() if not t.is_inference())
+        counted = [t for _, t in everything.values() if not t.is_inference()]
+        counted += held(filter(is_sharded, counted))  # a graph may have saved what `to_local` gave
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in counted]
 
     def restore(self) -> dict[str, Redo]:

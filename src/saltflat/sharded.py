@@ -378,6 +378,7 @@ def _exchanged(registries: Iterable[dict[str, Any]]) -> Iterator[None]:
             registry[name] = tensor
 
 
+@torch.inference_mode(False)  # also where it is on: graphs save what they are given
 def _plain_copy(sharded: Any) -> Tensor:
     whole = _gathered_whole(sharded).clone()  # one that is replicated is no copy yet
     if isinstance(sharded, nn.Parameter):
@@ -420,12 +421,36 @@ def _relieved(model: nn.Module) -> Iterator[None]:
         yield
 
 
+class _Absent(Tensor):
+    """In the place of a parameter whose module is not running: all but its values is known.
+
+    A DTensor would be computed with, if converted, and its derivative be missing in silence.
+    """
+
+    _is_param = True
+
+    @staticmethod
+    def __new__(cls, sharded: Any) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            sharded.shape,
+            dtype=sharded.dtype,
+            device=sharded.device,
+            requires_grad=sharded.requires_grad,
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+        raise ModelError(f"{func} takes a weight of a module that is not running")
+
+
 @final
 class _Leaf:
     """A whole parameter, as autograd knows it; without values unless a module is running."""
 
+    @torch.inference_mode(False)
     def __init__(self, sharded: Any) -> None:
-        self.sharded, self.users = sharded, 0
+        self.sharded, self.users, self.absent = sharded, 0, _Absent(sharded)
         self.whole = nn.Parameter(
             torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device),
             requires_grad=sharded.requires_grad,
