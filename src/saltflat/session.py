@@ -617,7 +617,8 @@ def gathered(
     ----------
     model : the model; one that is not sharded stays as it is.
     example : of a tensor-parallel model, inputs, the same in all processes: a tensor for
-        `model(x)`, a tuple for `model(*x)`, a dict for `model(**x)`.
+        `model(x)`, a tuple for `model(*x)`, a dict for `model(**x)`; data as they come, since
+        blank ones (padding alone) hide differences.
     until_backward : of `fully_shard` alone: keep the weights afterwards, until the next backward
         pass is through with them.
 
