@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_any, tree_map_only
 
 from saltflat.errors import DistributedError, ModelError, listed, uninterrupted
 
@@ -492,23 +493,41 @@ class _Unit:
                 self.module._parameters[name] = leaf.whole
         self.depth += 1
 
-    def leave(self) -> None:
+    def leave(self, outputs: Any) -> Any:
+        """After it has run; what it returns of its weights is copied, as their values go."""
         self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
-            self.part()
+        if self.depth:
+            return None
+        storages = {leaf.whole.untyped_storage()._cdata for leaf in self.leaves.values()}
+
+        def is_weight(each: Any) -> bool:
+            strided = isinstance(each, Tensor) and each.layout == torch.strided
+            return strided and each.untyped_storage()._cdata in storages
+
+        changed = None
+        if tree_any(is_weight, outputs):
+            changed = tree_map_only(Tensor, lambda t: t.clone() if is_weight(t) else t, outputs)
+        self.part()
+        return changed
+
+    def begin(self) -> None:
+        """Before a pass: there is nothing to compute with until the module runs."""
+        for name, leaf in self.leaves.items():
+            self.module._parameters[name] = leaf.absent
 
     def reset(self) -> None:
-        """After a pass, also one that was cut short."""
+        """After a pass, also one that was cut short: the module has its DTensors again."""
         self.depth = 0
         self.part()
-        for leaf in self.leaves.values():
+        for name, leaf in self.leaves.items():
             leaf.free()
+            if self.module._parameters[name] is leaf.absent:
+                self.module._parameters[name] = leaf.sharded
 
     def part(self) -> None:
-        """The module has its DTensors again."""
         for name, leaf in self.leaves.items():
             if self.module._parameters[name] is leaf.whole:
-                self.module._parameters[name] = leaf.sharded
+                self.module._parameters[name] = leaf.absent
                 leaf.users -= 1
                 if leaf.users == 0:
                     leaf.free()
@@ -517,8 +536,8 @@ class _Unit:
 _UNITS: WeakKeyDictionary[nn.Module, _Unit] = WeakKeyDictionary()
 
 
-def _leave(module: nn.Module, *_: Any) -> None:
-    _UNITS[module].leave()
+def _leave(module: nn.Module, _: Any, outputs: Any) -> Any:
+    return _UNITS[module].leave(outputs)
 
 
 @final
@@ -606,6 +625,8 @@ class Gathering(ABC):
         """Within, graphs save no weights; `watch` is told of every module before it runs."""
         seen = register_module_forward_pre_hook(watch)
         try:
+            for unit in self.units:
+                unit.begin()
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
