@@ -642,6 +642,9 @@ def refusals(_: bool) -> dict[str, str]:
         "buffers": lambda: sf.trace(
             nn.Sequential(spread(dense()), Factor(1.0 + rank)).double(), (x, y)
         ),
+        "buffers, fully_shard": lambda: sf.trace(
+            fully_shard(nn.Sequential(dense(), Factor(1.0 + rank)).double()), (x, y)
+        ),
         "read": lambda: sf.trace(reading(), (x, y), curvature="ggn"),
         "borrowed": lambda: sf.trace(into_layouts(Borrowing()), (x, y)),
         "other samples": lambda: sf.trace(spread(dense()), (x + rank, y)),

@@ -111,6 +111,7 @@ def test_one_process_may_measure_by_itself(worlds: Worlds) -> None:
         ("unlike", "do not have the same one"),
         ("unlike, layers", "do not have the same one"),
         ("buffers", "do not have the same one"),
+        ("buffers, fully_shard", "have not the same buffers"),
         ("read", "takes a weight of a module that is not running"),
         ("borrowed", "saltflat.gathered(model, example_inputs)"),
         ("borrowed, gathered", "True"),

@@ -551,7 +551,7 @@ class _Part:
     offset: int
 
 
-_LEFT, _ASKED = "an error", "the call"
+_LEFT, _ASKED, _BUFFERS = "an error", "the call", "buffers"
 _RAISED = "A process that shares the model has raised an error: look at the output of the others"
 _OTHER_SAMPLES = (
     "The processes that share the model do not run it on the same samples, in the same order. Pass "
@@ -562,6 +562,12 @@ _OTHER_OPTIONS = (
     "The processes that share the model were not asked for the same. All must make the same call, "
     "with the same options: measures, loss, parameters, seed and the rest"
 )
+_OTHER_BUFFERS = (
+    "The processes that share the model have not the same buffers, as running statistics of their "
+    "own batches. Pass distributed=True, which takes those of rank 0, or send these to all "
+    "(torch.distributed.broadcast)"
+)
+_PROBLEMS = {_ASKED: _OTHER_OPTIONS, _BUFFERS: _OTHER_BUFFERS}
 _NUMBERS = 6  # that processes exchange at a time
 
 
@@ -669,12 +675,13 @@ class Gathering(ABC):
 class Together(Gathering):
     """All processes make the same passes, on the same samples; FSDP2 gathers."""
 
-    def __init__(self, model: nn.Module, asked: int) -> None:
+    def __init__(self, model: nn.Module, asked: int, buffers: int = 0) -> None:
         super().__init__(model)
         self._passes = 0
         self._closed = False  # whether processes go their own ways
         self._meshes = list({t.device_mesh: t for t in self._storages.values()}.values())
         self._agree(_ASKED, asked)
+        self._agree(_BUFFERS, buffers)
 
     @contextmanager
     def passing(self, sign: Callable[[], int]) -> Iterator[None]:
@@ -706,7 +713,7 @@ class Together(Gathering):
     def _agree(self, what: str, *numbers: int) -> None:
         found = self._exchanged(what, *numbers, *(-n for n in numbers))
         if found[: len(numbers)] != [-n for n in found[len(numbers) :]]:
-            self._part(_OTHER_OPTIONS if what == _ASKED else _OTHER_SAMPLES)
+            self._part(_PROBLEMS.get(what, _OTHER_SAMPLES))
 
     def _exchanged(self, what: str, *numbers: int) -> list[int]:
         """The largest that a process has of each; as many go each time, whatever they are for."""
