@@ -297,8 +297,58 @@ def with_hooks(several: bool) -> Any:
         return layers, quantities(model, data), set(seen[-3:])
 
 
+def in_inference_mode(several: bool) -> Any:
+    model, data = dense(), data_of(dense())
+    model = spread(model) if several else model
+    with torch.inference_mode():
+        layers = quantities(model, data)
+        with sf.gathered(model, data[0]):
+            return layers, quantities(model, data)
+
+
+class Giving(nn.Module):
+    """Another module gives it a weight to compute with: all of it, and a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 7), Given()
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole, part = self.scale()
+        answer: Tensor = self.layer(x) * whole * part
+        return answer
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 7), requires_grad=False)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.weight, self.weight[1:2]
+
+
+def given(several: bool) -> Any:
+    """Weights that modules return are there after these have run."""
+    torch.manual_seed(12)
+    model, data = nn.Sequential(Giving(), nn.ReLU(), nn.Linear(7, 3)).double(), data_of(dense())
+    if several:
+        into_layouts(model[0])
+    return quantities(model, data)
+
+
 SAME: dict[str, Callable[[bool], Any]] = {
-    each.__name__: each for each in (by_layer, monitored, whole, spectra, own_samples, with_hooks)
+    each.__name__: each
+    for each in (
+        by_layer,
+        monitored,
+        whole,
+        spectra,
+        own_samples,
+        with_hooks,
+        in_inference_mode,
+        given,
+    )
 }
 
 
@@ -438,6 +488,18 @@ def let_go(_: bool) -> bool:
     return alive() is None
 
 
+def amid_a_pass(_: bool) -> Any:
+    """A graph that was there before has what it has saved, also of a shard as a plain tensor."""
+    model, data = spread(dense()), data_of(dense())
+    shard = model[2].weight.to_local()
+    loss = shard.pow(2).sum() + F.cross_entropy(model(data[0]), data[1])
+    with sf.gathered(model, data[0]):
+        pass
+    sf.trace(model, data, curvature="ggn")
+    loss.backward()
+    return values(model[2].weight.grad)
+
+
 def by_itself(_: bool) -> Any:
     """One rank measures, and the other does not."""
     model, data = spread(dense()), data_of(dense())
@@ -461,14 +523,53 @@ class Borrowing(nn.Module):
         return F.linear(x, self.inner.weight, self.inner.bias)
 
 
-def borrowing() -> Any:
+def into_layouts(module: nn.Module) -> nn.Module:
+    """With copies of its weights; inputs and outputs are plain."""
     return distribute_module(
-        Borrowing(),
+        module,
         init_device_mesh("cpu", (dist.get_world_size(),)),
         None,
         lambda _, x, mesh: DTensor.from_local(x[0], mesh, [Replicate()]),
         lambda _, y, mesh: y.to_local(),
     )
+
+
+class Reading(nn.Module):
+    """Computes with a number that it has of another module's weight."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.others[0].weight.detach().pow(2).sum().item()
+
+
+def reading(several: bool = True) -> nn.Module:
+    model = spread(dense()) if several else dense()
+    return nn.Sequential(model, Reading(model[2]))
+
+
+def unlike(rank: int) -> Any:
+    """The last layer, of which every process has a copy, is not the same in all of them."""
+    model = spread(dense())
+    with torch.no_grad():
+        model[4].weight[0].mul_(1 + rank)
+    return model
+
+
+class Factor(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def blank(tokens: Tensor) -> Tensor:
+    """Samples that begin with some on which heads of any width give the same."""
+    return torch.cat([torch.zeros_like(tokens[:2]), tokens[2:]])
 
 
 class Zero(Counting):
@@ -535,7 +636,17 @@ def refusals(_: bool) -> dict[str, str]:
             spread(transformer(Zero)), (tokens[rank:], y[rank:6]), distributed=True
         ),
         "part, layers": lambda: sf.trace(part(even()), (x, y)),
-        "borrowed": lambda: sf.trace(borrowing(), (x, y)),
+        "heads, blank": lambda: sf.trace(spread(transformer(Counting)), (blank(tokens), y[:6])),
+        "unlike": lambda: entered(unlike(rank), x),
+        "unlike, layers": lambda: sf.trace(unlike(rank), (x, y)),
+        "buffers": lambda: sf.trace(
+            nn.Sequential(spread(dense()), Factor(1.0 + rank)).double(), (x, y)
+        ),
+        "buffers, fully_shard": lambda: sf.trace(
+            fully_shard(nn.Sequential(dense(), Factor(1.0 + rank)).double()), (x, y)
+        ),
+        "read": lambda: sf.trace(reading(), (x, y), curvature="ggn"),
+        "borrowed": lambda: sf.trace(into_layouts(Borrowing()), (x, y)),
         "other samples": lambda: sf.trace(spread(dense()), (x + rank, y)),
         "tied": lambda: sf.trace(spread(tied()), (tokens, y[:6])),
         "eigenvalues": lambda: sf.max_eigenvalue(spread(dense()), (x, y)),
@@ -545,14 +656,22 @@ def refusals(_: bool) -> dict[str, str]:
         "checkpoint": lambda: sf.trace(checkpointed(), (x, y)),
     }
     said = {name: refused(call, SaltflatError) for name, call in calls.items()}
-    said["borrowed, gathered"] = str(entered(borrowing(), x))
+    said["borrowed, gathered"] = str(entered(into_layouts(Borrowing()), x))
     said["afterwards"] = str(entered(spread(transformer()), tokens))
     return said
 
 
 OTHERS: dict[str, Callable[[bool], Any]] = {
     each.__name__: each
-    for each in (left_as_found, layers_as_found, held_by_graphs, let_go, by_itself, refusals)
+    for each in (
+        left_as_found,
+        layers_as_found,
+        held_by_graphs,
+        amid_a_pass,
+        let_go,
+        by_itself,
+        refusals,
+    )
 }
 
 

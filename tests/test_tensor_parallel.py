@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import ranks
 import tensor_parallel
+import torch
+import torch.nn.functional as F
 from ranks import differences
 from tensor_parallel import OF_FOUR, SAME, data_of
 from test_sharded import dense
@@ -71,6 +73,14 @@ def test_weights_are_gathered_layer_by_layer(worlds: Worlds) -> None:
         assert difference < 1e-12 < slope
 
 
+def test_graphs_that_were_there_before_are_used_afterwards(worlds: Worlds) -> None:
+    model, (x, y) = dense(), data_of(dense())
+    (F.cross_entropy(model(x), y) + model[2].weight.pow(2).sum()).backward()
+    parts = [results["amid_a_pass"] for results in worlds(2)]
+    whole = torch.cat([torch.tensor(part, dtype=torch.float64) for part in parts], 1)
+    assert torch.allclose(whole, model[2].weight.grad, rtol=1e-12)
+
+
 def test_models_are_let_go(worlds: Worlds) -> None:
     assert all(results["let_go"] is True for results in worlds(2))
 
@@ -96,7 +106,13 @@ def test_one_process_may_measure_by_itself(worlds: Worlds) -> None:
         ("until", "not kept gathered"),
         ("heads, layers", "gives other outputs"),
         ("heads, ranks", "gives other outputs"),
-        ("part, layers", "gives outputs of shapes (2, 4), (2, 4) and not (2, 2), (2, 2)"),
+        ("part, layers", "gives outputs of shapes (8, 4), (8, 4) and not (8, 2), (8, 2)"),
+        ("heads, blank", "gives other outputs"),
+        ("unlike", "do not have the same one"),
+        ("unlike, layers", "do not have the same one"),
+        ("buffers", "do not have the same one"),
+        ("buffers, fully_shard", "have not the same buffers"),
+        ("read", "takes a weight of a module that is not running"),
         ("borrowed", "saltflat.gathered(model, example_inputs)"),
         ("borrowed, gathered", "True"),
         ("other samples", "do not run it on the same samples"),

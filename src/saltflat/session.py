@@ -39,6 +39,9 @@ from saltflat.memory import out_of_memory
 from saltflat.prints import in_words
 from saltflat.sharded import (
     greatest,
+    greatest_entries,
+    held,
+    is_sharded,
     lent,
     parallel_tensors,
     plain,
@@ -88,13 +91,13 @@ class _Attributes:
     def restore(self) -> dict[str, Redo]:
         """Put back what changed, one by one: the module is never without its attributes."""
         redo = self._restore_attributes()
-        for key, held, before in self.containers:
-            if held or before:
-                now = _items(held)
+        for key, container, before in self.containers:
+            if container or before:
+                now = _items(container)
                 if len(now) != len(before) or not all(map(is_, now, before)):
                     left = _first_change(now, before) if key in _REGISTRIES else key
-                    redo[_join(self.name, left)] = partial(_fill, held, now)
-                    _fill(held, before)
+                    redo[_join(self.name, left)] = partial(_fill, container, now)
+                    _fill(container, before)
         return redo
 
     def _restore_attributes(self) -> dict[str, Redo]:
@@ -296,7 +299,8 @@ class _Snapshot:
         worked_on = (pair for i, pair in everything.items() if i not in converted)
         self.values = TensorValues(worked_on) if values is None else values
         self.records.append(self.values)
-        counted = (t for _, t in everything.values() if not t.is_inference())
+        counted = [t for _, t in everything.values() if not t.is_inference()]
+        counted += held(filter(is_sharded, counted))  # a graph may have saved what `to_local` gave
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in counted]
 
     def restore(self) -> dict[str, Redo]:
@@ -613,7 +617,8 @@ def gathered(
     ----------
     model : the model; one that is not sharded stays as it is.
     example : of a tensor-parallel model, inputs, the same in all processes: a tensor for
-        `model(x)`, a tuple for `model(*x)`, a dict for `model(**x)`.
+        `model(x)`, a tuple for `model(*x)`, a dict for `model(**x)`; data as they come, since
+        blank ones (padding alone) hide differences.
     until_backward : of `fully_shard` alone: keep the weights afterwards, until the next backward
         pass is through with them.
 
@@ -697,6 +702,25 @@ class Likeness:
                 "copy that is built without parallelize_module, and load full_tensor() of each "
                 "parameter."
             ) from cause
+        self._check_copies(found)
+
+    def _check_copies(self, found: Sequence[Tensor]) -> None:
+        """Refuse processes that have not the same model, where no other compares with their part:
+        weights and buffers of a last layer, of which each holds a copy."""
+        sign = crc32(str([(t.shape, t.dtype) for t in found]).encode())
+        most, least = greatest(self.shared, sign, -sign)
+        same = most == -least
+        if same:  # and so there are as many, of the same shapes
+            numbers = [t for t in found if t.is_floating_point()]
+            tops = [greatest_entries(self.shared, t) for t in numbers]
+            same = all(map(partial(_close, digits=_DIGITS), numbers, tops))
+        (differ,) = greatest(self.shared, int(not same))
+        if differ:
+            raise ModelError(
+                "The processes that share the model do not have the same one: their outputs on the "
+                "same samples differ. Weights or buffers of which each holds a copy are not equal; "
+                "send those of one process to all (torch.distributed.broadcast)."
+            )
 
     def _answers(self) -> list[Tensor]:
         """The outputs with the weights of the model, and with others near them.

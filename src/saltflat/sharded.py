@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_any, tree_map_only
 
 from saltflat.errors import DistributedError, ModelError, listed, uninterrupted
 
@@ -378,6 +379,7 @@ def _exchanged(registries: Iterable[dict[str, Any]]) -> Iterator[None]:
             registry[name] = tensor
 
 
+@torch.inference_mode(False)  # also where it is on: graphs save what they are given
 def _plain_copy(sharded: Any) -> Tensor:
     whole = _gathered_whole(sharded).clone()  # one that is replicated is no copy yet
     if isinstance(sharded, nn.Parameter):
@@ -420,12 +422,36 @@ def _relieved(model: nn.Module) -> Iterator[None]:
         yield
 
 
+class _Absent(Tensor):
+    """In the place of a parameter whose module is not running: all but its values is known.
+
+    A DTensor would be computed with, if converted, and its derivative be missing in silence.
+    """
+
+    _is_param = True
+
+    @staticmethod
+    def __new__(cls, sharded: Any) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            sharded.shape,
+            dtype=sharded.dtype,
+            device=sharded.device,
+            requires_grad=sharded.requires_grad,
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+        raise ModelError(f"{func} takes a weight of a module that is not running")
+
+
 @final
 class _Leaf:
     """A whole parameter, as autograd knows it; without values unless a module is running."""
 
+    @torch.inference_mode(False)
     def __init__(self, sharded: Any) -> None:
-        self.sharded, self.users = sharded, 0
+        self.sharded, self.users, self.absent = sharded, 0, _Absent(sharded)
         self.whole = nn.Parameter(
             torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device),
             requires_grad=sharded.requires_grad,
@@ -467,23 +493,41 @@ class _Unit:
                 self.module._parameters[name] = leaf.whole
         self.depth += 1
 
-    def leave(self) -> None:
+    def leave(self, outputs: Any) -> Any:
+        """After it has run; what it returns of its weights is copied, as their values go."""
         self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
-            self.part()
+        if self.depth:
+            return None
+        storages = {leaf.whole.untyped_storage()._cdata for leaf in self.leaves.values()}
+
+        def is_weight(each: Any) -> bool:
+            strided = isinstance(each, Tensor) and each.layout == torch.strided
+            return strided and each.untyped_storage()._cdata in storages
+
+        changed = None
+        if tree_any(is_weight, outputs):
+            changed = tree_map_only(Tensor, lambda t: t.clone() if is_weight(t) else t, outputs)
+        self.part()
+        return changed
+
+    def begin(self) -> None:
+        """Before a pass: there is nothing to compute with until the module runs."""
+        for name, leaf in self.leaves.items():
+            self.module._parameters[name] = leaf.absent
 
     def reset(self) -> None:
-        """After a pass, also one that was cut short."""
+        """After a pass, also one that was cut short: the module has its DTensors again."""
         self.depth = 0
         self.part()
-        for leaf in self.leaves.values():
+        for name, leaf in self.leaves.items():
             leaf.free()
+            if self.module._parameters[name] is leaf.absent:
+                self.module._parameters[name] = leaf.sharded
 
     def part(self) -> None:
-        """The module has its DTensors again."""
         for name, leaf in self.leaves.items():
             if self.module._parameters[name] is leaf.whole:
-                self.module._parameters[name] = leaf.sharded
+                self.module._parameters[name] = leaf.absent
                 leaf.users -= 1
                 if leaf.users == 0:
                     leaf.free()
@@ -492,8 +536,8 @@ class _Unit:
 _UNITS: WeakKeyDictionary[nn.Module, _Unit] = WeakKeyDictionary()
 
 
-def _leave(module: nn.Module, *_: Any) -> None:
-    _UNITS[module].leave()
+def _leave(module: nn.Module, _: Any, outputs: Any) -> Any:
+    return _UNITS[module].leave(outputs)
 
 
 @final
@@ -507,7 +551,7 @@ class _Part:
     offset: int
 
 
-_LEFT, _ASKED = "an error", "the call"
+_LEFT, _ASKED, _BUFFERS = "an error", "the call", "buffers"
 _RAISED = "A process that shares the model has raised an error: look at the output of the others"
 _OTHER_SAMPLES = (
     "The processes that share the model do not run it on the same samples, in the same order. Pass "
@@ -518,6 +562,12 @@ _OTHER_OPTIONS = (
     "The processes that share the model were not asked for the same. All must make the same call, "
     "with the same options: measures, loss, parameters, seed and the rest"
 )
+_OTHER_BUFFERS = (
+    "The processes that share the model have not the same buffers, as running statistics of their "
+    "own batches. Pass distributed=True, which takes those of rank 0, or send these to all "
+    "(torch.distributed.broadcast)"
+)
+_PROBLEMS = {_ASKED: _OTHER_OPTIONS, _BUFFERS: _OTHER_BUFFERS}
 _NUMBERS = 6  # that processes exchange at a time
 
 
@@ -581,6 +631,8 @@ class Gathering(ABC):
         """Within, graphs save no weights; `watch` is told of every module before it runs."""
         seen = register_module_forward_pre_hook(watch)
         try:
+            for unit in self.units:
+                unit.begin()
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
@@ -623,12 +675,13 @@ class Gathering(ABC):
 class Together(Gathering):
     """All processes make the same passes, on the same samples; FSDP2 gathers."""
 
-    def __init__(self, model: nn.Module, asked: int) -> None:
+    def __init__(self, model: nn.Module, asked: int, buffers: int = 0) -> None:
         super().__init__(model)
         self._passes = 0
         self._closed = False  # whether processes go their own ways
         self._meshes = list({t.device_mesh: t for t in self._storages.values()}.values())
         self._agree(_ASKED, asked)
+        self._agree(_BUFFERS, buffers)
 
     @contextmanager
     def passing(self, sign: Callable[[], int]) -> Iterator[None]:
@@ -660,7 +713,7 @@ class Together(Gathering):
     def _agree(self, what: str, *numbers: int) -> None:
         found = self._exchanged(what, *numbers, *(-n for n in numbers))
         if found[: len(numbers)] != [-n for n in found[len(numbers) :]]:
-            self._part(_OTHER_OPTIONS if what == _ASKED else _OTHER_SAMPLES)
+            self._part(_PROBLEMS.get(what, _OTHER_SAMPLES))
 
     def _exchanged(self, what: str, *numbers: int) -> list[int]:
         """The largest that a process has of each; as many go each time, whatever they are for."""
@@ -899,20 +952,31 @@ def is_first(sharded: Any) -> bool:
 
 def largest(sharded: Any, *numbers: int) -> list[int]:
     """The largest that a process has of each number, among those that share a DTensor."""
+    found: list[int] = _largest(sharded, torch.tensor(numbers, device=sharded.device)).tolist()
+    return found
+
+
+def _largest(sharded: Any, own: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = sharded.device_mesh
-    own = torch.tensor(numbers, device=sharded.device)
     parts = [Partial("max")] * mesh.ndim
     try:
-        whole = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
+        whole: Tensor = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
     except RuntimeError as error:
         raise DistributedError(
             "A process that shares the model is gone, has raised an error, or does not make this "
             f"call ({str(error).partition('. This')[0]}). Look at the output of the others."
         ) from error
-    found: list[int] = whole.tolist()
-    return found
+    return whole
+
+
+@torch.no_grad()
+def greatest_entries(shared: Iterable[Any], own: Tensor) -> Tensor:
+    """As `greatest`, of each entry of a tensor, which has the same shape in all of them."""
+    for tensor in {t.device_mesh: t for t in shared}.values():
+        own = _largest(tensor, own)
+    return own
 
 
 def greatest(shared: Iterable[Any], *numbers: int) -> list[int]:
