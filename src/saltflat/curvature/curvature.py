@@ -109,6 +109,9 @@ _TIMED, _MANY_TIMED = 16, 256
 
 # Gradients: what costs less is swept for, also where a tolerance is given.
 _DEAR = 70.0
+# Of a trace: of larger errors the noise of single entries biases what is made of them (a root, a
+# least value over rescalings) by more than its own error.
+_UNBIASED = 0.01
 # Classes whose directions are not drawn then. Of networks that had learnt 1,000 the rest has
 # a thousandth of the variance.
 _LIKELIEST = 8
@@ -744,8 +747,11 @@ class _Search:
         if self.uneven and self.kinds & WHOLE:
             self._not_chosen("what is made of single entries would be biased by their noise")
             return requests
-        loss, settings = self.whole.loss, self.settings
+        loss, settings, asked = self.whole.loss, self.settings, f"{self.settings.tolerance:g}"
         assert isinstance(loss, Loss)
+        if self.kinds & WHOLE and settings.tolerance > _UNBIASED:
+            settings = replace(settings, tolerance=_UNBIASED)
+            asked += f", of which single entries take {_UNBIASED:g}"
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
         parts = self.risk, loss, settings, self.weights, wanted, self.plan, seed, self.hessian
@@ -757,7 +763,7 @@ class _Search:
             self._not_chosen(done)
             return requests
         note = (
-            f"tolerance={settings.tolerance:g}: {search.sent} of {search.pairs} pairs of a sample "
+            f"tolerance={asked}: {search.sent} of {search.pairs} pairs of a sample "
             "and a direction were sent backwards, and a mix of each sample's; the estimate is made "
             f"of {len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
         )
