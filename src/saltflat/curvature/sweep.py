@@ -852,7 +852,8 @@ def beside_largest(outputs: Tensor) -> Tensor:
     Classes that are masked have scores beside which those of all others are rounding: samples could
     not be told apart.
     """
-    flat = outputs.detach().flatten(1).double()
+    flat = outputs.detach().flatten(1)
+    flat = flat.float() if flat.device.type == "mps" else flat.double()  # there is no float64
     return (flat - flat.amax(1, keepdim=True)).clamp_(min=_FAINTEST)
 
 
