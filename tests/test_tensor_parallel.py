@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from tensor_parallel import OF_FOUR, SAME, data_of
 from test_sharded import dense
 
 import saltflat as sf
+from saltflat.session import Likeness
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -133,3 +135,13 @@ def test_what_cannot_be_served_is_refused(worlds: Worlds, name: str, words: str)
         assert "IndexError: pop from empty list" in said[1]
     if name == "copies":
         assert "gives other outputs" in said[1]
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.8.0+cu128", "2.10.1"])
+def test_versions_of_torch_that_are_not_tested_are_refused(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As versions, by which 2.8 comes before 2.11."""
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    with pytest.raises(sf.ModelError, match=rf"2\.11 or newer.*Got torch {re.escape(version)}"):
+        Likeness(dense(), torch.ones(1), lambda: None)

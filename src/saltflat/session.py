@@ -657,6 +657,13 @@ class Likeness:
     """
 
     def __init__(self, model: nn.Module, example: Any, run: Callable[[], Any]) -> None:
+        if torch.__version__ < _TESTED:  # compared as versions are
+            raise ModelError(
+                f"The model is tensor parallel, which takes torch {_TESTED} or newer: with 2.8 "
+                f"results differed from those of one process. Got torch {torch.__version__}. "
+                "Measure a copy built without parallelize_module, and load full_tensor() of each "
+                "parameter."
+            )
         self.model, self.run, self.shared = model, run, parallel_tensors(model)
         refuse_precision(model)
         if half := {p.dtype for p in model.parameters() if p.dtype in _HALF}:
@@ -742,6 +749,7 @@ class Likeness:
         return found
 
 
+_TESTED = "2.11"  # of torch
 _HALF = (torch.float16, torch.bfloat16)
 _DIGITS = 1000  # times the rounding of one number: sums of other parts, through many layers
 
