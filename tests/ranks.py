@@ -246,6 +246,30 @@ def dominated(data: Batches, several: bool) -> Any:
     return {n: (m.value, m.stderr, m.degrees, m.exact) for n, m in report.items()}, drawn
 
 
+def parts(data: Batches, several: bool) -> Any:
+    """Random parts of the samples of all ranks, of which some have few and one of four has none."""
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(3000, 4, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (3000,), generator=g)
+    rank, cuts = 0, [0, 3000]
+    if several:
+        rank = dist.get_rank()
+        cuts = {2: [0, 700, 3000], 4: [0, 700, 700, 2500, 3000]}[dist.get_world_size()]
+    rows = slice(cuts[rank], cuts[rank + 1])
+    options: dict[str, Any] = {"samples": "auto", "seed": 3, "distributed": several}
+    loader = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=300)
+    trace = sf.trace(relu(), loader, tolerance=0.02, **options)
+    names = ["hessian_trace", "minimum_sharpness"]
+    found = sf.measure(relu(), (x[rows], y[rows]), tolerance=0.1, measures=names, **options)
+    assert trace.certificate is not None
+    assert 256 < trace.certificate.samples < 3000
+    used = [note for note in (*trace.notes, *found.notes) if "drawn at random" in note]
+    assert len(used) == 2
+    values = {n: (m.value, m.stderr, m.interval) for n, m in found.items()}
+    what = found.provenance.samples, found.provenance.data_hash, found.standing
+    return dict(trace), trace.stderr, trace.interval, values, what, used
+
+
 def audited(data: Batches, several: bool) -> Any:
     options = {"measures": ["hessian_trace", "rho"], "elements": 1, "spread": 10.0}
     audit = sf.audit(relu(), data, **options, distributed=several)
@@ -305,6 +329,7 @@ SAME: dict[str, Callable[[Batches, bool], Any]] = {
     "curvature": curvature,
     "confident": confident,
     "dominated": dominated,
+    "parts": parts,
     "audit": audited,
     "monitor": monitored,
     "landscape": pictured,
@@ -313,7 +338,7 @@ SAME: dict[str, Callable[[Batches, bool], Any]] = {
 # The larger world has fewer: what it is for is an empty shard, and more than two parts.
 JOBS = {
     2: [name for name in SAME if name != "some"],
-    4: ["some", "late", "own loss", "dominated", "monitor"],
+    4: ["some", "late", "own loss", "dominated", "parts", "monitor"],
 }
 
 
@@ -477,6 +502,14 @@ def padded_inside(data: Batches) -> Any:
     return sf.trace(relu(), DataLoader(dataset, batch_sampler=batched), distributed=True)
 
 
+def padded_parts(data: Batches) -> Any:
+    """A random part has no sampler of its own, and may not even have the repeated sample."""
+    dataset = TensorDataset(torch.randn(1001, 4).double(), torch.arange(1001) % 3)
+    loader = DataLoader(dataset, 100, sampler=DistributedSampler(dataset, shuffle=False))
+    options: dict[str, Any] = {"samples": "auto", "tolerance": 0.5, "distributed": True}
+    return sf.trace(relu(), loader, **options)
+
+
 def padded_batches(data: Batches) -> Any:
     from accelerate.data_loader import prepare_data_loader
 
@@ -557,6 +590,7 @@ REFUSED: dict[str, Callable[[Batches], Any]] = {
         other_place,
         padded,
         padded_inside,
+        padded_parts,
         padded_batches,
         shuffled_otherwise,
         of_another_world,

@@ -92,6 +92,7 @@ REFUSALS = {
     "other_place": ("InvalidValue", "all must have the same"),
     "padded": ("DataError", "repeats 1 of 7 samples"),
     "padded_inside": ("DataError", "DistributedSampler repeats 1 of 7 samples"),
+    "padded_parts": ("DataError", "DistributedSampler repeats 1 of 1001 samples"),
     "padded_batches": ("DataError", "BatchSamplerShard repeats 1 of 7 samples"),
     "shuffled_otherwise": ("InvalidValue", "seed and epoch (True, 0, 0) on rank 0"),
     "of_another_world": ("DataError", "of 2, so that some would be left out"),
@@ -182,6 +183,15 @@ def test_a_shard_in_one_process_is_told() -> None:
     loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
     notes = sf.audit(ranks.relu(), loader, measures=["hessian_trace"], elements=1).notes
     assert any("samples of rank 1 of 4 alone" in note for note in notes)
+
+
+def test_a_part_of_a_shard_in_one_process_is_told() -> None:
+    dataset = TensorDataset(torch.randn(4000, 4).double(), torch.arange(4000) % 3)
+    sampler: Any = DistributedSampler(dataset, num_replicas=4, rank=1)
+    loader = DataLoader(dataset, 100, sampler=sampler)
+    trace = sf.trace(ranks.relu(), loader, samples="auto", tolerance=0.5)
+    assert any("samples of rank 1 of 4 alone" in note for note in trace.notes)
+    assert any("of 1,000 samples, drawn at random" in note for note in trace.notes)
 
 
 @pytest.mark.parametrize("job", ["sent", "shuffled_together", "with_workers"])

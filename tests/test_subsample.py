@@ -196,8 +196,6 @@ def test_data_that_cannot_be_indexed_are_refused() -> None:
     for data in (DataLoader(Stream(), 50), Again(), DataLoader(batched, batch_size=None)):
         with pytest.raises(sf.InvalidType, match="samples='auto' draws single samples"):
             sf.trace(network(), data, samples="auto")
-    with pytest.raises(sf.InvalidValue, match="draws from the samples of one process"):
-        sf.trace(network(), (x, y), samples="auto", distributed=True)
     with pytest.raises(sf.InvalidValue, match="samples must be 'all' or 'auto'"):
         sf.measure(network(), (x, y), samples=100)
 

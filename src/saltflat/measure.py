@@ -155,8 +155,9 @@ def measure(
             with reporting(told) as risk.work, risk.session(), derivatives_explained():
                 return _measured(measures, engine, on_error, standing), engine
 
-    if check_samples(samples, distributed) == "auto":
-        population = Population(data, unpack, seed)
+    if check_samples(samples) == "auto":
+        with reduction(distributed, "measure", samples=samples, seed=seed) as together:
+            population = Population(data, unpack, seed, together)
         report, engine = _on_samples(population, settings, once, selection, on_error, standing)
     else:
         report, engine = once(data, selection, standing)

@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from saltflat.checks import check_choice
-from saltflat.errors import DataError, InvalidType, InvalidValue
+from saltflat.distributed import LOCAL, Reduction
+from saltflat.errors import DataError, InvalidType
 from saltflat.risk import Unpack, has_rows, items_of, size_of, split_item, with_entries
 from saltflat.session import RandomState
 from saltflat.watch import Kept, fixed_order, has_sampler, in_memory, in_order
@@ -59,14 +60,9 @@ NO_PARTS = (
 )
 
 
-def check_samples(samples: Any, distributed: bool) -> str:
-    """The word, if it is one and can be had."""
+def check_samples(samples: Any) -> str:
+    """The word, if it is one."""
     check_choice("samples", samples, get_args(Samples))
-    if samples == "auto" and distributed:
-        raise InvalidValue(
-            "samples='auto' draws from the samples of one process, and distributed=True has those "
-            "of several. Measure all of them (samples='all'), or on one process."
-        )
     return str(samples)
 
 
@@ -180,31 +176,50 @@ def grown(
 
 @final
 class Population:
-    """All samples of the data, in a random order that the seed fixes; nothing else is drawn."""
+    """All samples of the data, in a random order that the seed fixes; nothing else is drawn.
 
-    def __init__(self, data: Any, unpack: Unpack | None, seed: int) -> None:
-        items = items_of(data)
-        items = items.loader if isinstance(items, Kept) else items
-        self._source: _Held | _Indexed
-        if in_memory(items):
-            self._source = _Held(list(items), unpack or split_item)
-        elif has_sampler(items) and items.batch_sampler is not None:  # type: ignore[attr-defined]
-            self._source = _Indexed(items)  # type: ignore[arg-type]
-        else:
-            raise InvalidType(
-                "samples='auto' draws single samples, which takes tensors, a list of batches, a "
-                "map-style Dataset, or a DataLoader over one that makes the batches itself. Got "
-                f"{type(items).__name__}, which can only be read from its beginning; pass one of "
-                "these, or samples='all'."
-            )
-        self.data, self.size = data, self._source.size
+    Of several ranks, each with data of its own, the order is one of all samples of all ranks, and
+    `first` gives those that are here.
+    """
+
+    def __init__(
+        self, data: Any, unpack: Unpack | None, seed: int, ranks: Reduction = LOCAL
+    ) -> None:
+        self.data = data
+
+        def opened() -> int:
+            self._source = _source(items_of(data), unpack or split_item)
+            return self._source.size
+
+        sizes = ranks.each(opened)
+        self.size, start = sum(sizes), sum(sizes[: ranks.rank])
+        if not self.size:
+            raise DataError("The data are empty: there is no batch to measure.")
+        self._own = range(start, start + sizes[ranks.rank])
         self._order = torch.randperm(
             self.size, generator=torch.Generator().manual_seed(seed % 2**63)
         )
 
     def first(self, size: int) -> Any:
-        """Data that hold the first samples in the random order."""
-        return self._source.part(self._order[:size].sort().values)
+        """Data that hold the first samples in the random order, those of this rank."""
+        chosen = self._order[:size].sort().values
+        own = chosen[(chosen >= self._own.start) & (chosen < self._own.stop)]
+        return self._source.part(own - self._own.start)
+
+
+def _source(items: Any, unpack: Unpack) -> _Held | _Indexed:
+    """What gives single samples of the data."""
+    items = items.loader if isinstance(items, Kept) else items
+    if in_memory(items):
+        return _Held(list(items), unpack)
+    if has_sampler(items) and items.batch_sampler is not None:
+        return _Indexed(items)
+    raise InvalidType(
+        "samples='auto' draws single samples, which takes tensors, a list of batches, a "
+        "map-style Dataset, or a DataLoader over one that makes the batches itself. Got "
+        f"{type(items).__name__}, which can only be read from its beginning; pass one of "
+        "these, or samples='all'."
+    )
 
 
 @final
@@ -214,8 +229,6 @@ class _Held:
     def __init__(self, items: Sequence[Any], unpack: Unpack) -> None:
         self.items = items
         sizes = [_size(unpack(item), f"batch {k}") for k, item in enumerate(items)]
-        if not sizes:
-            raise DataError("The data are empty: there is no batch to measure.")
         self.sizes, self.size = sizes, sum(sizes)
 
     def part(self, chosen: Tensor) -> list[Any]:
@@ -268,7 +281,7 @@ class _Indexed:
         # A loader that shuffles has another order in every random state.
         numbers = all(isinstance(index, int) for index in indices)
         self.indices: list[Any] = sorted(indices) if numbers else indices
-        self.batch = loader.batch_size or max(len(each) for each in order)
+        self.batch = loader.batch_size or max((len(each) for each in order), default=1)
         self.size = len(self.indices)
 
     def part(self, chosen: Tensor) -> DataLoader[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from saltflat.errors import ChangedData
 from saltflat.session import RandomState
@@ -286,11 +286,27 @@ class _Indices:
         return index
 
 
+@final
+class _InOrder(Sampler[Any]):
+    """A fixed order of what a sampler draws, which it holds: whoever asks which rank's samples
+    these are must find it."""
+
+    def __init__(self, order: list[Any], drawn: Iterable[Any]) -> None:
+        self.order, self.sampler = order, drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
 def _sampler(loader: DataLoader[Any], order: list[Any] | None = None) -> dict[str, Any]:
     """What makes a DataLoader draw as this one does, or in a given order."""
-    if loader.batch_sampler is not None:
-        return {"batch_sampler": loader.batch_sampler if order is None else order}
-    return {"sampler": loader.sampler if order is None else order, "batch_size": None}
+    batches = loader.batch_sampler
+    drawn = loader.sampler if batches is None else batches
+    given = drawn if order is None else _InOrder(order, drawn)
+    return {"sampler": given, "batch_size": None} if batches is None else {"batch_sampler": given}
 
 
 def _order(loader: DataLoader[Any]) -> list[Any]:

@@ -125,8 +125,9 @@ def trace(
         with _risk(distributed, asked, model, data, loss, options) as risk:
             return risk, _found(risk, "trace", curvature, estimator, settings, seed, progress)
 
-    if check_samples(samples, distributed) == "auto":
-        population = Population(data, unpack, check_seed(seed))
+    if check_samples(samples) == "auto":
+        with reduction(distributed, "trace", samples=samples, seed=check_seed(seed)) as together:
+            population = Population(data, unpack, seed, together)
         if (tight := _on_samples(population, settings, find, curvature)) is not None:
             estimate, findings = tight
             _warn(findings)
