@@ -6,7 +6,7 @@ import copy
 import importlib
 import pkgutil
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import saltflat as sf
-from saltflat.errors import ForwardError
+from saltflat.errors import ForwardError, ModelError
 from saltflat.moved import PLACES
 
 X, Y = BY_NAME["mlp"].data(n=6)
@@ -62,8 +62,10 @@ ARGUMENTS = [
     (ValueError, {"tolerance": "1%"}, ["tolerance", "'1%'"]),
     (ValueError, {"dtype": torch.int64}, ["dtype", "int64"]),
     (ValueError, {"dtype": "float64"}, ["'float64'", "torch.float64"]),
-    (TypeError, {"output": "scores"}, ["callable", "out['scores']"]),
-    (TypeError, {"output": 0}, ["callable", "out[0]"]),
+    (TypeError, {"output": True}, ["name", "place", "callable", "True"]),
+    (TypeError, {"output": ["scores"]}, ["name", "place", "callable", "['scores']"]),
+    (ValueError, {"output": "scores"}, ["Tensor", "no 'scores'", "leave out output="]),
+    (ValueError, {"output": 0}, ["Tensor", "no 0", "leave out output="]),
     (ValueError, {"parameters": ["0.wieght"]}, ["0.wieght", "'0.weight'"]),
     (ValueError, {"parameters": "0.weight"}, ["0.weight", "trainable", "all"]),
     (ValueError, {"parameters": []}, ["parameters"]),
@@ -337,9 +339,10 @@ class Answers(nn.Module):
     [
         (lambda o: (o, o), "output="),
         (lambda o: {"prediction": o}, "It holds 'prediction'."),
-        (lambda o: {"prediction": o}, "output=lambda out: out['prediction']"),
+        (lambda o: {"prediction": o}, "e.g. output='prediction'."),
+        (lambda o: (o, o), "It holds 0, 1."),
         (lambda o: None, "output="),
-        (lambda o: o.argmax(1), "floating"),
+        (lambda o: o.argmax(1), "floating point tensor. Got int64 (6,)"),
         (lambda o: o.mean(), "one row"),
         (lambda o: o[:-1], "one row"),
         (lambda o: o.T, "one row"),
@@ -348,6 +351,104 @@ class Answers(nn.Module):
 )
 def test_outputs_of_an_unknown_kind(answer, word: str) -> None:
     refuses(ValueError, word, model=Answers(answer))
+
+
+class Pair(NamedTuple):
+    scores: Tensor
+    features: Tensor
+
+
+class Slots:
+    """With attributes, methods, and a name of its own class."""
+
+    kind = "classifier"
+
+    def __init__(self, outputs: Tensor) -> None:
+        self.scores, self._hidden = outputs, outputs
+
+    def softmax(self) -> Tensor:
+        return self.scores.softmax(-1)
+
+
+CONTAINERS = [
+    (lambda o: {"scores": o, "features": 2 * o}, "scores"),
+    (lambda o: {7: o}, 7),
+    (lambda o: (2 * o, o), 1),
+    (lambda o: [2 * o, o], -1),
+    (lambda o: (2 * o, o), "1"),  # as it comes from a command line
+    (lambda o: Pair(o, 2 * o), "scores"),
+    (lambda o: Pair(o, 2 * o), 0),
+    (lambda o: Slots(o), "scores"),
+    (lambda o: torch.max(torch.stack([o, o]), dim=0), "values"),
+]
+
+
+@pytest.mark.parametrize(("answer", "name"), CONTAINERS)
+def test_outputs_by_name(answer, name) -> None:
+    """They are what the model without the container around its answer has."""
+    found = sf.trace(Answers(answer), (X, Y), output=name)
+    plain = sf.trace(Answers(lambda o: o), (X, Y))
+    assert dict(found) == pytest.approx(dict(plain), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "words"),
+    [
+        (lambda o: {"scores": o}, "scorse", ["dict", "no 'scorse'", "'scores'; nearest is"]),
+        (lambda o: {"scores": o, "b": o}, "x", ["dict", "no 'x'", "It holds 'scores', 'b'."]),
+        (lambda o: {"scores": o}, "keys", ["no 'keys'", "'scores'"]),
+        (lambda o: {"scores": o}, 0, ["no 0", "'scores'"]),
+        (lambda o: (o, o), 2, ["tuple", "no 2", "0, 1"]),
+        (lambda o: (o, o), "count", ["tuple", "no 'count'", "0, 1"]),
+        (lambda o: Pair(o, o), "score", ["Pair", "'scores', 'features'"]),
+        (lambda o: Slots(o), "score", ["Slots", "It holds 'scores'; nearest is 'scores'."]),
+        (lambda o: Slots(o), "softmax", ["Slots", "no 'softmax'", "'scores'"]),
+        (lambda o: None, "scores", ["NoneType", "nothing with a name"]),
+        (lambda o: {"scores": "text"}, "scores", ["floating point tensor", "Got str"]),
+    ],
+)
+def test_names_that_are_not_there(answer, name, words) -> None:
+    refuses(ModelError, *words, model=Answers(answer), output=name)
+
+
+def test_outputs_by_name_are_taken_everywhere() -> None:
+    """One word means one thing: every call of the library that runs a model takes the name."""
+    pair, plain = Answers(lambda o: {"scores": o, "other": 3 * o}), Answers(lambda o: o)
+    data = (X, Y)
+
+    def both(call, *arguments, **options):
+        return call(pair, *arguments, output="scores", **options), call(
+            plain, *arguments, **options
+        )
+
+    for call in (
+        sf.trace,
+        sf.diagonal,
+        sf.eigenvalues,
+        sf.density,
+        sf.landscape,
+        sf.hessian,
+        sf.ggn,
+    ):
+        both(call, data)
+    named, given = both(sf.measure, data, measures=["hessian_trace", "rho"])
+    assert named["rho"].value == pytest.approx(given["rho"].value, rel=1e-12)
+    assert len(both(sf.symmetries, X)[0]) == len(sf.symmetries(plain, X))
+    audits = both(sf.audit, data, measures=["rho"], elements=1)
+    assert audits[0]["rho"].verdict == audits[1]["rho"].verdict == "invariant"
+    compared = sf.compare({"a": pair, "b": pair}, data, output="scores", measures=["rho"])
+    assert compared["a"]["rho"].value == pytest.approx(given["rho"].value, rel=1e-12)
+    weights = {"a": pair.state_dict()}
+    many = sf.measure_many(weights, data, model=pair, output="scores", measures=["rho"])
+    assert many["a"]["rho"].value == pytest.approx(given["rho"].value, rel=1e-12)
+    sf.Monitor(pair, data, output="scores")
+    fam = sf.FAM(pair, layer="body.2", strength=1.0, output="scores")
+    pair(X)
+    penalty = fam(Y)
+    fam.remove()
+    other = sf.FAM(plain, layer="body.2", strength=1.0)
+    plain(X)
+    assert penalty.item() == pytest.approx(other(Y).item(), rel=1e-12)
 
 
 class Tokens(nn.Module):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import partial, reduce
 from itertools import chain, islice
 from math import isfinite
@@ -80,7 +81,8 @@ _BORROWED = (
 )
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-Output = Callable[[Any], Tensor]
+Chooser = Callable[[Any], Any]  # of the outputs, in what a model returned
+Output = str | int | Chooser  # as a user says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,11 +672,14 @@ class Risk:
         """
         outputs = self._returned(batch, mode)
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-            raise ModelError("The outputs must be a floating point tensor; pass output=callable.")
+            raise ModelError(
+                f"The outputs must be a floating point tensor. Got {summary(outputs)}; pass "
+                "output= the name of the entry that is, or a callable."
+            )
         if outputs.ndim == 0 or len(outputs) != batch.size:
             raise ModelError(
                 f"The model's outputs must have one row a sample: {batch.size} in {batch.where}. "
-                f"Got outputs of shape {tuple(outputs.shape)}; pass output=callable to choose them."
+                f"Got outputs of shape {tuple(outputs.shape)}; pass output= to choose others."
             )
         return outputs
 
@@ -946,23 +951,76 @@ def logits(raw: Any) -> Tensor:
     found = raw.get("logits") if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if isinstance(found, Tensor):
         return found
-    keys = list(raw) if isinstance(raw, Mapping) else []
-    held = f" It holds {listed(map(repr, keys))}." if keys else ""
+    names = _names_in(raw)
+    held = f" It holds {listed(map(repr, names))}." if names else ""
     raise ModelError(
         f"The model returned {type(raw).__name__}, which is neither a tensor nor has logits.{held} "
-        "Pass output=callable to choose the outputs, "
-        f"e.g. output=lambda out: out[{keys[0] if keys else 0!r}]."
+        "Pass output= to choose the outputs, by name or by a callable"
+        + (f", e.g. output={names[0]!r}." if names else ".")
     )
 
 
-def answer_of(output: Output | None) -> Output:
-    """What takes the outputs out of what a model returned: the user's callable, or `logits`."""
+@dataclass(frozen=True)
+class Entry:
+    """Chooses the outputs by their name in what a model returned: a key, an attribute, a place."""
+
+    name: str | int
+
+    def __call__(self, raw: Any) -> Any:
+        if isinstance(raw, Mapping):
+            with suppress(LookupError, TypeError):  # those of transformers also have places
+                return raw[self.name]
+        elif isinstance(raw, tuple | list) and (place := _integer(self.name)) is not None:
+            with suppress(IndexError):
+                return raw[place]
+        elif isinstance(self.name, str) and not isinstance(raw, Tensor):
+            chosen = getattr(raw, self.name, None)
+            if chosen is not None and not callable(chosen):
+                return chosen
+        raise ModelError(
+            f"output: the model returned {type(raw).__name__}, which has no {self.name!r}. "
+            + self._advice(raw)
+        )
+
+    def _advice(self, raw: Any) -> str:
+        if isinstance(raw, Tensor):
+            return "It is the outputs: leave out output=."
+        names = _names_in(raw)
+        close = get_close_matches(str(self.name), map(str, names), n=1)
+        held = f"It holds {listed(map(repr, names))}" if names else "It holds nothing with a name"
+        return f"{held}; nearest is {close[0]!r}." if close else f"{held}."
+
+
+def _integer(name: str | int) -> int | None:
+    """The place that a name says, also in digits, as it comes from a command line."""
+    if isinstance(name, int):
+        return name
+    return int(name) if name.removeprefix("-").isdecimal() else None
+
+
+def _names_in(raw: Any) -> list[Any]:
+    """By what the parts of something that a model returned are chosen."""
+    if isinstance(raw, Tensor):
+        return []
+    if isinstance(raw, Mapping):
+        return list(raw)
+    if isinstance(raw, tuple | list):
+        return list(getattr(raw, "_fields", range(len(raw))))
+    if is_dataclass(raw):
+        return [field.name for field in fields(raw)]
+    return [name for name in getattr(raw, "__dict__", ()) if not name.startswith("_")]
+
+
+def answer_of(output: Output | None) -> Chooser:
+    """What takes the outputs out of what a model returned: by a name, a callable, or `logits`."""
     if output is None:
         return logits
+    if isinstance(output, str | int) and not isinstance(output, bool):
+        return Entry(output)
     if not callable(output):
         raise InvalidType(
-            "output must be a callable that is given what the model returned. "
-            f"Got {output!r}; pass e.g. output=lambda out: out[{output!r}]."
+            "output must be the name of an entry or attribute of what the model returned, the "
+            f"place in a tuple, or a callable that is given what it returned. Got {output!r}."
         )
     return output
 

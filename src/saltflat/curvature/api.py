@@ -95,7 +95,9 @@ def trace(
     max_directions : outputs with more directions a sample than this are sketched.
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
-    unpack, output : callables that split an item of the data, and choose the outputs.
+    unpack : callable that splits an item of the data into inputs and targets.
+    output : which of what the model returns are the outputs: the name of an entry or attribute, the
+        place in a tuple, or a callable that is given all; by default a tensor, or its logits.
     distributed, progress : as in `measure`.
 
     Examples
