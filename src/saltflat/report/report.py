@@ -22,7 +22,7 @@ from saltflat.printed import Printed
 from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
 from saltflat.report.standing import Standing
-from saltflat.report.verdict import SAME, Verdict, alike, judged
+from saltflat.report.verdict import SAME, Verdict, alike, judged, without_minimum
 from saltflat.report.words import ASK, absent, gradients, invariance, settings
 from saltflat.result import Density, Diagonal, Results
 
@@ -388,7 +388,8 @@ class Comparison(Results[Report]):
         return store.decoded(cls, content, f"{path} is a damaged comparison", _all_upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each model and measure, as in `Report.to_pandas`, with the losses.
+        """One row for each model and measure, as in `Report.to_pandas`, with the losses, and the
+        answers to whether they are minima (`Standing.word`).
 
         Models that failed have no row; the frame's `attrs["failed"]` has them.
         """
@@ -396,7 +397,9 @@ class Comparison(Results[Report]):
         for name, report in self.items():
             frame = report.to_pandas().reset_index()
             frame.insert(0, "model", name)
-            frame["loss"] = nan if report.standing is None else report.standing.loss
+            stand = report.standing
+            frame["loss"] = nan if stand is None else stand.loss
+            frame["a minimum?"] = "" if stand is None else stand.word
             frames.append(frame)
         joined: pandas.DataFrame = optional("pandas", "A DataFrame").concat(frames)
         joined = joined.set_index(["model", "measure"])
@@ -496,12 +499,13 @@ class Comparison(Results[Report]):
                 parts.setdefault(report.provenance.used, []).append(name)
         lines += [f"on {used}, drawn at random: {_joined(who)}" for used, who in parts.items()]
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
-        if away := [name for name, s in self.standing.items() if s and not s.minimum]:
-            lines.append(f"not at a minimum, and so not comparable: {_joined(away)}")
+        away = without_minimum(self.standing)
+        lines += [f"{what}, and so not comparable: {_joined(who)}" for what, who in away.items()]
+        apart = {name for who in away.values() for name in who}
         reasons: dict[str, dict[str, None]] = {}
         for v in self.verdicts:
             who = v.measure if v.word == "flatter" else f"{v.first} and {v.second}"
-            if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & {*away}:
+            if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & apart:
                 reasons.setdefault(v.reason, {})[who] = None
         told = [f"{_joined(who)}: {reason}" for reason, who in reasons.items()]
         lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]

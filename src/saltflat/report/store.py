@@ -33,7 +33,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return plain(value.item())
     if is_dataclass(value) and not isinstance(value, type):  # before mappings, which it may be too
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        names = [*(f.name for f in fields(value)), *getattr(value, "derived", ())]
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, frozenset | set):
