@@ -44,7 +44,7 @@ from saltflat.errors import (
 )
 from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
-from saltflat.measurement import Measurement
+from saltflat.measurement import Measurement, shortfall
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
 from saltflat.report import (
     INTERRUPTED,
@@ -162,9 +162,21 @@ def measure(
         report, engine = once(data, selection, standing)
     if measures is None:
         report = replace(report, left_out=left_out())
-    for warning in engine.warnings:
+    told = _shortfall(report, engine) if estimator is None else ""
+    if told:
+        report = replace(report, notes=(told, *report.notes))
+    for warning in [told, *engine.warnings] if told else engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
+
+
+def _shortfall(report: Report, engine: Curvature) -> str:
+    """What is to be said of estimates that the tolerance does not allow; of values on some of the
+    samples their intervals tell."""
+    if report.provenance.population:
+        return ""
+    errors = {name: (m.value, m.stderr) for name, m in report.items()}
+    return shortfall(engine.settings.tolerance, errors, engine.first.shortfall)
 
 
 Once = Callable[[Any, Sequence[Measure], bool, Settings], tuple[Report, Curvature]]

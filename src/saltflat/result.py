@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltflat.checks import check_number
 from saltflat.errors import optional
+from saltflat.measurement import with_error
 from saltflat.printed import Printed, Told
 
 Value = TypeVar("Value", float, Tensor)
@@ -121,7 +122,7 @@ class _Blocks(Results[Value]):
         table.add_column("rule")
         for name, detail in self.details.items():
             table.add_row(escape(name), *self._columns(name), detail.rule)
-        exact = "exact" if self.exact else f"± {self.stderr:.2g}"
+        exact = "exact" if self.exact else with_error(self.total, self.stderr, self.degrees)
         if self.interval is not None:
             exact = f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
         table.add_section()
@@ -148,7 +149,9 @@ class Trace(_Blocks[float]):
 
     def _columns(self, name: str) -> tuple[str, ...]:
         detail = self.details[name]
-        shown = "exact" if detail.exact else f"± {detail.stderr:.2g}"
+        assert isinstance(detail.stderr, float)
+        error = with_error(detail.value, detail.stderr, detail.degrees)
+        shown = "exact" if detail.exact else error
         return f"{detail.value:.6g}", shown
 
 

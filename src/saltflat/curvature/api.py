@@ -24,6 +24,7 @@ from saltflat.curvature.sweep import Kind
 from saltflat.distributed import reduction
 from saltflat.errors import InvalidType, InvalidValue, ModelError, NotApplicable, nearest
 from saltflat.losses import LossLike
+from saltflat.measurement import shortfall
 from saltflat.prints import checksum
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
@@ -75,12 +76,13 @@ def trace(
         two with the smaller variance in a pilot, and as many draws as `tolerance` takes.
     tolerance : of an estimated block the standard error is to be at most this share of its trace
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
-        the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
-        is given, a trace that could be had exactly is estimated too where that is cheaper: of the
-        directions of every sample the largest, those that matter and a few of the rest, or
-        random mixes of the rest where there are many (200 classes and more), until the standard
-        error of every block, and of their sum, is small enough. Where it is not cheaper, or another
-        block has to be estimated anyway, the trace is exact; the notes tell which.
+        the network; by default 0.05. Draws end before that if they have cost 100 gradients, which
+        the first note and a warning tell, with what it would take. If it is given, a trace that
+        could be had exactly is estimated too where that is cheaper: of the directions of every
+        sample the largest, those that matter and a few of the rest, or random mixes of the rest
+        where there are many (200 classes and more), until the standard error of every block, and of
+        their sum, is small enough. Where it is not cheaper, or another block has to be estimated
+        anyway, the trace is exact; the notes tell which.
     samples : "all", or "auto" for growing random parts of the data, until `Trace.interval` reaches
         at most 2 `tolerance` of the total to either side: it holds the total on all samples with a
         probability of 95 % (`saltflat.subsample` says how, and what it cannot know). Every sample
@@ -134,6 +136,8 @@ def trace(
             _warn(findings)
             return estimate
     risk, findings = find(data, settings)
+    if estimator is None:
+        _tell_shortfall(findings, "trace", settings.tolerance)
     _warn(findings)
     return Trace(**_blocks(risk, findings, "trace", curvature, float))
 
@@ -174,6 +178,8 @@ def diagonal(
     asked = _asked("diagonal", curvature, seed, settings, estimator=estimator)
     with _risk(distributed, asked, model, data, loss, options) as risk:
         findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
+    if estimator is None:
+        _tell_shortfall(findings, "diagonal", settings.tolerance)
     _warn(findings)
     return Diagonal(**_blocks(risk, findings, "diagonal", curvature, Tensor.cpu))
 
@@ -623,6 +629,15 @@ def _found(
     whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
     with _at_work(risk, kind, progress):
         return whole.find(kinds)
+
+
+def _tell_shortfall(findings: Findings, kind: Kind, tolerance: float) -> None:
+    """Say before all else that the draws ended above the tolerance, if they did."""
+    found = findings.quantities[kind]
+    total = {"the total": (found.total, found.total_stderr)}
+    if told := shortfall(tolerance, total, findings.shortfall):
+        findings.warnings.insert(0, told)
+        findings.notes.insert(0, told)
 
 
 def _warn(findings: Findings) -> None:

@@ -254,6 +254,7 @@ class Report(Results[Measurement]):
 
     def _captions(self, wide: bool, sampled: bool, below: bool) -> list[str]:
         lines = [] if self.standing is None else [str(self.standing)]
+        lines += self.notes
         if below:
             kinds = (f"{m.name} {invariance(m.invariant_to, short=True)}" for m in self.values())
             lines.append(f"invariant to: {'; '.join(kinds)}")
@@ -269,7 +270,7 @@ class Report(Results[Measurement]):
             if spent := sum(self.provenance.gradients.values()):
                 lines.append(f"cost: {spent:.0f} gradients")
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
-        return [*lines, *self.notes, *notes]
+        return [*lines, *notes]
 
 
 _COLUMNS = "measure", "value", "certainty", "sampling", "cost, gradients", "invariant to", "with"
