@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import pkgutil
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +20,7 @@ from cases import BY_NAME
 from dense import Dense
 from networks import mlp
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import saltflat as sf
 from saltflat.errors import ForwardError, ModelError
@@ -91,6 +95,112 @@ def test_probes(probes: object) -> None:
 def test_an_unknown_loss(name: str) -> None:
     """All are named: 'ce' looks like 'bce', which is another loss."""
     refuses(ValueError, "'cross_entropy'", "'mse'", "'bce'", loss=name)
+
+
+# names that results do not have
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    network, data = model(), (X, Y)
+    report = sf.measure(network, data)
+    return {
+        "report": report,
+        "trace": sf.trace(network, data),
+        "diagonal": sf.diagonal(network, data),
+        "comparison": report.compare(report, ("sgd", "sam")),
+        "audit": sf.audit(network, data, measures=["rho"], elements=1),
+    }
+
+
+UNKNOWN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda r: r["report"]["rho"].by_neuron["0.weight"], "rho.by_neuron has no '0.weight'. Known"),
+    (lambda r: r["report"]["rho"].by_layer["9"], "rho.by_layer has no '9'. Known: '0', '2'"),
+    (lambda r: r["report"]["hessian_trace"].by_parameter["0.wieght"], "Nearest is '0.weight'"),
+    (lambda r: r["report"]["hessian_trace"].by_neuron["0"], "hessian_trace.by_neuron .* is empty"),
+    (lambda r: r["report"]["minimum_sharpness"].details["alpah"], "details .* Nearest is 'alpha'"),
+    (lambda r: r["trace"]["0.wieght"], "Trace has no '0.wieght'. Nearest is '0.weight'"),
+    (lambda r: r["trace"].details["0.wieght"], "Trace.details has no .* Nearest is '0.weight'"),
+    (lambda r: r["diagonal"]["0.wieght"], "Diagonal has no '0.wieght'. Nearest is '0.weight'"),
+    (lambda r: r["comparison"]["adam"], "Comparison has no 'adam'. Known: 'sgd', 'sam'|'sam'"),
+    (lambda r: r["comparison"].verdict("rho", "sgd", "x"), "Comparison has no 'x'"),
+    (lambda r: r["audit"]["rho"]["neuronn"], "The audit of rho has no .* Nearest is 'neuron'"),
+]
+
+
+@pytest.mark.parametrize(("look", "words"), UNKNOWN)
+def test_unknown_names_are_answered_with_known_ones(look, words, results) -> None:
+    with pytest.raises(sf.NotMeasured, match=words) as caught:
+        look(results)
+    assert isinstance(caught.value, KeyError)
+
+
+def test_results_are_mappings_as_before(results: dict[str, Any]) -> None:
+    """What asks politely gets its default, and they survive copies and files."""
+    m = results["report"]["rho"]
+    assert "9" not in m.by_layer
+    assert m.by_layer.get("9") is None
+    assert m.by_layer == dict(m.by_layer)
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m)), replace(m, value=m.value)):
+        assert other == m
+        with pytest.raises(sf.NotMeasured, match=r"rho\.by_layer has no '9'"):
+            other.by_layer["9"]
+    assert results["trace"].get("9") is None
+
+
+# one thing in the place of another
+
+
+def swapped(*arguments: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: sf.measure(*arguments, **options)
+
+
+MISUSES: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+    (swapped(nn.Linear, (X, Y)), TypeError, ["the class Linear", "Linear(…)"]),
+    (swapped((X, Y), model()), TypeError, ["Got tuple", "the model comes first"]),
+    (swapped(DataLoader([(X, Y)]), model()), TypeError, ["DataLoader", "the model comes first"]),
+    (swapped(X, Y), TypeError, ["Got Tensor", "the model comes first"]),
+    (swapped(model().state_dict(), (X, Y)), TypeError, ["of weights", "load_state_dict"]),
+    (swapped([model(), model()], (X, Y)), TypeError, ["list of models", "saltflat.compare"]),
+    (swapped("model.pt", (X, Y)), TypeError, ["str 'model.pt'", "load its weights"]),
+    (swapped(3, (X, Y)), TypeError, ["torch.nn.Module. Got int."]),
+    (swapped(model(), model()), TypeError, ["the module Sequential", "the model comes first"]),
+    (swapped(model(), "data.pt"), TypeError, ["'data.pt'", "load what is there"]),
+    (swapped(model(), Path("data.pt")), TypeError, ["'data.pt'", "load what is there"]),
+    (swapped(model(), ["a cat", "a dog"]), ValueError, ["text 'a cat'", "tokenizer"]),
+    (swapped(model(), (X, X, Y)), TypeError, ["3 tensors", "((a, b), targets)"]),
+    (swapped(model(), (X, Y), measures="rho"), TypeError, ["Got 'rho'; pass ['rho']"]),
+    (swapped(model(), (X, Y), measures="hessian_trce"), TypeError, ["pass ['hessian_trace']"]),
+    (swapped(model(), (X, Y), measures="zzz"), TypeError, ["Got 'zzz'", "Known: 'hessian_trace'"]),
+    (swapped(model(), (X, Y), parameters=["0"]), ValueError, ["module", "'0.weight'", "'0.bias'"]),
+    (
+        lambda: (lambda m: sf.measure(m, (X, Y), parameters=[m[2].weight]))(model()),
+        TypeError,
+        ["by name", "Got a Parameter", "pass ['2.weight']"],
+    ),
+    (lambda: sf.EntropySGD(model()), TypeError, ["Got Sequential", "model.parameters()"]),
+    (lambda: sf.EntropySGD(model().parameters()), ValueError, ["lr must be", "Got None"]),
+    (lambda: sf.symmetries(model(), X).random(seed="a"), TypeError, ["seed", "'a'"]),
+    (lambda: sf.Comparison([1, 2]), TypeError, ["mapping from names to reports", "Got list"]),
+    (lambda: sf.hessian(model(), (X, Y)) @ [1.0, 2.0], ValueError, ["entries", "shape (2,)"]),
+    (lambda: sf.hessian(model(), (X, Y)) @ np.ones(2), ValueError, ["entries", "shape (2,)"]),
+    (lambda: sf.gathered((X, Y)).__enter__(), TypeError, ["torch.nn.Module. Got tuple."]),
+    (lambda: sf.load("report.html"), ValueError, ["is a page", ".json"]),
+]
+
+
+@pytest.mark.parametrize(("misuse", "kind", "words"), MISUSES)
+def test_one_thing_in_the_place_of_another(misuse, kind, words) -> None:
+    with pytest.raises(sf.SaltflatError) as caught:
+        misuse()
+    assert isinstance(caught.value, kind)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_a_report_is_compared_with_a_report(results: dict[str, Any]) -> None:
+    with pytest.raises(sf.InvalidType, match=r"another report. Got Sequential; .*sf.compare"):
+        results["report"].compare(model())
 
 
 # data

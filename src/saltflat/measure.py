@@ -41,6 +41,7 @@ from saltflat.errors import (
     NotApplicable,
     SaltflatError,
     nearest,
+    nearest_of,
 )
 from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
@@ -475,9 +476,9 @@ def measure_objects(measures: Selection) -> Sequence[Measure]:
     if measures == "all":
         return [kind() for kind in MEASURES.values()]
     if isinstance(measures, str):
-        raise InvalidType(
-            f"measures must be a list, or 'all'. Got {measures!r}; pass [{measures!r}]."
-        )
+        close = measures if measures in MEASURES else nearest_of(measures, MEASURES)
+        hint = f"; pass [{close!r}]" if close else f". {nearest(measures, MEASURES)}"
+        raise InvalidType(f"measures must be a list, or 'all'. Got {measures!r}{hint}.")
     selection: dict[str, Measure] = {}
     for each in measures:
         if isinstance(each, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite
 from typing import Any, ClassVar, Literal, final, get_args
@@ -11,12 +11,31 @@ import numpy as np
 from torch import Tensor
 
 from saltflat.bibliography import bibtex
-from saltflat.errors import InvalidValue, listed
+from saltflat.errors import InvalidValue, NotMeasured, listed, nearest
 from saltflat.printed import Told
 
 Bound = Literal["lower", "upper"]
 Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
 EVERY_RESCALING: frozenset[Symmetry] = frozenset(get_args(Symmetry))
+
+
+class Named(dict[str, Any]):
+    """A mapping `what` that answers a name it does not have with those that it has."""
+
+    def __init__(self, what: str, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self.what = what
+
+    def __missing__(self, name: object) -> Any:
+        raise unknown(self.what, name, self)
+
+
+def unknown(what: str, name: object, known: Iterable[object]) -> NotMeasured:
+    """The error for a name that `what` does not have."""
+    names = [str(each) for each in known]
+    return NotMeasured(
+        f"{what} has no {name!r}. {nearest(str(name), names) if names else 'It is empty.'}"
+    )
 
 
 @final
@@ -76,6 +95,11 @@ class Measurement(Told):
     references: tuple[str, ...] = ()
     skewness: float | None = None
     interval: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for view in ("by_parameter", "by_layer", "by_neuron", "details"):
+            named = Named(f"{self.name}.{view}", getattr(self, view))
+            object.__setattr__(self, view, named)
 
     #: What files say beside the fields, of which it follows.
     derived: ClassVar[tuple[str, ...]] = ("sign_known",)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saltflat.checks import check_number
 from saltflat.errors import optional
-from saltflat.measurement import with_error
+from saltflat.measurement import Named, unknown, with_error
 from saltflat.printed import Printed, Told
 
 Value = TypeVar("Value", float, Tensor)
@@ -75,6 +75,8 @@ class Results(Printed, Mapping[str, Entry]):
         return getattr(self, fields(cast(Any, self))[0].name)
 
     def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise unknown(type(self).__name__, name, self._entries)
         return cast(Entry, self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -103,7 +105,13 @@ class _Blocks(Results[Value]):
     degrees: float = inf
     interval: tuple[float, float] | None = None
 
+    def __post_init__(self) -> None:
+        named = Named(f"{type(self).__name__}.details", self.details)
+        object.__setattr__(self, "details", named)
+
     def __getitem__(self, name: str) -> Value:
+        if name not in self.details:
+            raise unknown(type(self).__name__, name, self.details)
         return self.details[name].value
 
     @property

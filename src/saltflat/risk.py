@@ -11,6 +11,7 @@ from functools import partial, reduce
 from itertools import chain, islice
 from math import isfinite
 from operator import length_hint
+from os import PathLike
 from typing import Any, final
 from zlib import crc32
 
@@ -877,7 +878,7 @@ _DTYPES = re.compile(r"dtype|scalar type|data type|[Ii]nput type|not implemented
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile`, DataParallel and DistributedDataParallel."""
     if not isinstance(model, nn.Module):
-        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
+        raise InvalidType(f"The model must be a torch.nn.Module. {_instead(model)}")
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while True:
         if isinstance(model, parallel):
@@ -886,6 +887,25 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._modules["_orig_mod"]  # type: ignore[assignment]
         else:
             return model
+
+
+def _instead(given: Any) -> str:
+    """What was given for a model, and what to do about it."""
+    got = f"Got {type(given).__name__}"
+    if isinstance(given, type):
+        return f"Got the class {given.__name__}; pass an instance, {given.__name__}(…)."
+    if isinstance(given, DataLoader | Tensor | np.ndarray | Dataset):
+        return f"{got}; the model comes first, then the data."
+    if isinstance(given, Mapping) and any(isinstance(v, Tensor) for v in given.values()):
+        return f"{got} of weights; make the model and call its load_state_dict."
+    if isinstance(given, list | tuple | Mapping) and given:
+        items = given.values() if isinstance(given, Mapping) else given
+        if all(isinstance(each, nn.Module) for each in items):
+            return f"{got} of models; saltflat.compare takes several, by name."
+        return f"{got}; the model comes first, then the data."
+    if isinstance(given, str | PathLike):
+        return f"{got} {str(given)!r}; make the model and load its weights first."
+    return f"{got}."
 
 
 def split_item(item: Any) -> tuple[Any, Any]:
@@ -899,6 +919,11 @@ def split_item(item: Any) -> tuple[Any, Any]:
         return {k: v for k, v in item.items() if k != "labels"}, item["labels"]
     if isinstance(item, tuple | list) and len(item) == 2:
         return item[0], item[1]
+    if isinstance(item, str):
+        raise DataError(
+            "A batch must be (inputs, targets) or a dict with 'labels', of tensors. Got the text "
+            f"{item[:40]!r}; make tensors of texts first, e.g. by a tokenizer."
+        )
     raise DataError(
         "A batch must be (inputs, targets) or a dict with 'labels'. Got "
         f"{type(item).__name__}"
@@ -1030,8 +1055,23 @@ def items_of(data: Any) -> Iterable[Any]:
     if isinstance(data, Tensor | np.ndarray):
         kind = type(data).__name__
         raise InvalidType(f"The data need targets too. Got one {kind}; pass (inputs, targets).")
+    if isinstance(data, nn.Module):
+        raise InvalidType(
+            "The data must be a DataLoader, a pair (inputs, targets) or a list of such pairs. Got "
+            f"the module {type(data).__name__}; the model comes first, then the data."
+        )
+    if isinstance(data, str | PathLike):
+        raise InvalidType(
+            "The data must be a DataLoader, a pair (inputs, targets) or a list of such pairs. Got "
+            f"{str(data)!r}; load what is there first."
+        )
     if isinstance(data, Mapping):
         return [data]
+    if isinstance(data, tuple) and len(data) > 2 and all(isinstance(t, Tensor) for t in data):
+        raise InvalidType(
+            f"The data must be a pair (inputs, targets). Got {len(data)} tensors; several inputs "
+            "are a tuple themselves: ((a, b), targets)."
+        )
     pair = isinstance(data, tuple | list) and len(data) == 2
     if pair and any(isinstance(part, Tensor | np.ndarray) for part in data):
         return [tuple(data)]
@@ -1119,10 +1159,17 @@ def _choose(
             f"Got {choice!r}; for one parameter pass [{choice!r}]."
         )
     else:
-        names = list(choice)
+        names: list[Any] = list(choice)
         for name in names:
+            if not isinstance(name, str):
+                own = next((n for n, p in everything.items() if p is name), "fc.weight")
+                raise InvalidType(
+                    f"parameters are chosen by name. Got a {type(name).__name__}; pass [{own!r}]."
+                )
             if name not in everything:
-                raise InvalidValue(f"Unknown parameter {name!r}. {nearest(name, everything)}")
+                inside = [each for each in everything if each.startswith(f"{name}.")]
+                hint = f"It is a module: pass {inside}." if inside else nearest(name, everything)
+                raise InvalidValue(f"Unknown parameter {name!r}. {hint}")
         chosen = {n: p for n, p in everything.items() if n in names}
     if not chosen:
         raise ModelError("There are no parameters to measure.")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
-from saltflat.measurement import Measurement
+from saltflat.measurement import Measurement, unknown
 from saltflat.report import ASK, WIDE, Cell, Figure, Section, framed, html, invariance, store
 from saltflat.report import Table as HtmlTable
 from saltflat.result import Results
@@ -156,6 +156,8 @@ class Audited(Mapping[str, Drift]):
     drifts: Mapping[str, Drift]
 
     def __getitem__(self, kind: str) -> Drift:
+        if kind not in self.drifts:
+            raise unknown(f"The audit of {self.name}", kind, self.drifts)
         return self.drifts[kind]
 
     def __iter__(self) -> Iterator[str]:

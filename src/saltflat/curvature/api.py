@@ -460,6 +460,9 @@ class Operator(LinearOperator):  # type: ignore[misc]
             flat = v.detach().to("cpu", torch.float64).numpy()
             self._check(flat)
             return torch.from_numpy(super().__matmul__(flat)).to(v.device, kind)
+        if isinstance(v, list | tuple | np.ndarray):
+            v = np.asarray(v)
+            self._check(v)
         return super().__matmul__(v)
 
     def _matvec(self, v: np.ndarray) -> np.ndarray:

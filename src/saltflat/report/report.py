@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from saltflat.bibliography import bibtex
-from saltflat.errors import InvalidValue, NotMeasured, listed, nearest, optional
+from saltflat.errors import InvalidType, InvalidValue, NotMeasured, listed, nearest, optional
 from saltflat.measurement import Measurement
 from saltflat.printed import Printed
 from saltflat.report import html, sections, store
@@ -156,6 +156,11 @@ class Report(Results[Measurement]):
 
     def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Comparison:
         """The two side by side, and whether that is meaningful."""
+        if not isinstance(other, Report):
+            raise InvalidType(
+                f"A report is compared with another report. Got {type(other).__name__}; measure it "
+                "first, or write sf.compare({'a': model, 'b': model}, data)."
+            )
         return Comparison({names[0]: self, names[1]: other})
 
     def layers(self) -> Grid:
@@ -305,6 +310,11 @@ class Comparison(Results[Report]):
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reports, Mapping):
+            raise InvalidType(
+                "A Comparison needs a mapping from names to reports, e.g. {'sgd': a, 'sam': b}. "
+                f"Got {type(self.reports).__name__}."
+            )
         if not self.reports:
             raise InvalidValue("There is nothing to compare: no reports were given.")
 

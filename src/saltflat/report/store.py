@@ -115,6 +115,8 @@ def decoded(kind: type[T], content: Any, complaint: str, upgrade: Upgrade = dict
 def read(path: str | Path, kind: str = "") -> dict[str, Any]:
     """The content of a file that `save` wrote, which must be of this kind, if one is given."""
     what = _a(kind or "result")
+    if Path(path).suffix == ".html":
+        raise InvalidValue(f"{path} is a page, which is to be looked at: save {what} as .json too.")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
