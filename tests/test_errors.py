@@ -155,6 +155,7 @@ def swapped(*arguments: Any, **options: Any) -> Callable[[], Any]:
     return lambda: sf.measure(*arguments, **options)
 
 
+NUMBERS: list[Any] = [1]  # for names
 MISUSES: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
     (swapped(nn.Linear, (X, Y)), TypeError, ["the class Linear", "Linear(…)"]),
     (swapped((X, Y), model()), TypeError, ["Got tuple", "the model comes first"]),
@@ -185,6 +186,16 @@ MISUSES: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
     (lambda: sf.hessian(model(), (X, Y)) @ [1.0, 2.0], ValueError, ["entries", "shape (2,)"]),
     (lambda: sf.hessian(model(), (X, Y)) @ np.ones(2), ValueError, ["entries", "shape (2,)"]),
     (lambda: sf.gathered((X, Y)).__enter__(), TypeError, ["torch.nn.Module. Got tuple."]),
+    (lambda: sf.symmetries(model(), X[:, :3]), RuntimeError, ["on the example", "(6, 3)"]),
+    (lambda: sf.symmetries(model(), X).random()(X), TypeError, ["torch.nn.Module. Got Tensor"]),
+    (lambda: sf.audit(model(), (X[:, :3], Y)), RuntimeError, ["failed on batch 0", "(6, 3)"]),
+    (
+        lambda: (lambda m: sf.eigenvalues(m, (X, Y), block=m[0].weight))(model()),
+        TypeError,
+        ["by name", "Got a Parameter", "block='0.weight'"],
+    ),
+    (lambda: sf.compare(dict.fromkeys(NUMBERS, model()), (X, Y)), TypeError, ["strings. Got 1"]),
+    (lambda: sf.Tolerances(closed="a"), ValueError, ["closed of Tolerances", "'a'"]),
     (lambda: sf.load("report.html"), ValueError, ["is a page", ".json"]),
 ]
 

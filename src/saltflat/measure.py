@@ -369,6 +369,8 @@ def compare(
             "compare needs a mapping from names to models, e.g. {'sgd': a, 'sam': b}. "
             f"Got {type(models).__name__}."
         )
+    if odd := [name for name in models if not isinstance(name, str)]:
+        raise InvalidType(f"The names of models to compare must be strings. Got {odd[0]!r}.")
     every = signature(measure).parameters.values()
     check_options("compare", options, [p.name for p in every if p.kind is p.KEYWORD_ONLY])
     own = isinstance(data, Mapping) and set(data) == set(models)

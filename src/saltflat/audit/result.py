@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from rich.markup import escape
 from rich.table import Table
 
+from saltflat.checks import check_number
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
 from saltflat.measurement import Measurement, unknown
 from saltflat.report import ASK, WIDE, Cell, Figure, Section, framed, html, invariance, store
@@ -63,9 +64,7 @@ class Tolerances:
 
     def __post_init__(self) -> None:
         for name in ("closed", "errors", "searched"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidValue(f"{name} of Tolerances must be a number ≥ 0. Got {value!r}.")
+            check_number(f"{name} of Tolerances", getattr(self, name))
 
 
 @final

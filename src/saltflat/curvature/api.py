@@ -277,10 +277,14 @@ def _at_work(risk: Risk, step: str, progress: bool | Callback | None) -> Iterato
         yield
 
 
-def _block(risk: Risk, block: str | None) -> list[str]:
+def _block(risk: Risk, block: Any) -> list[str]:
     """The parameters of one block, or all of them."""
     if block is None:
         return list(risk.parameters)
+    if not isinstance(block, str):
+        own = next((n for n, p in risk.parameters.items() if p is block), "fc.weight")
+        got = type(block).__name__
+        raise InvalidType(f"A block is chosen by name. Got a {got}; pass block={own!r}.")
     if block not in risk.parameters:
         raise InvalidValue(
             f"block must name a measured parameter. Got {block!r}. "

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.memory import fails_again, out_of_memory
+from saltflat.errors import ForwardError, InvalidType, InvalidValue, ModelError
+from saltflat.losses import summary
+from saltflat.memory import fails_again, ordinary, out_of_memory
 from saltflat.risk import Chooser, Output, Unpack, answer_of, check_finite, check_parameters, unwrap
 from saltflat.session import TensorValues, arguments, values_of
 from saltflat.sharded import ADVICE, parameters_of, refuse_sharded
@@ -113,6 +114,12 @@ def _trace(model: nn.Module, example: Any, output: Chooser, values: TensorValues
             "The model cannot be run on the inputs: a tensor for model(x), a tuple for model(*x) "
             f"or a dict for model(**x). Got {type(example).__name__}; the "
             f"model said: {error}"
+        ) from error
+    except RuntimeError as error:
+        if not ordinary(error):
+            raise
+        raise ForwardError(
+            f"The model failed on the example, given {summary(example)}: {error}"
         ) from error
 
 
