@@ -67,6 +67,16 @@ def test_errors_count(fields: dict[str, Any], word: str) -> None:
     assert verdict(report(1.0, **fields), report(1.3, other(), **fields)).word == word
 
 
+def test_a_sign_that_is_unknown_is_told() -> None:
+    fields: dict[str, Any] = {"exact": False, "stderr": 0.8}
+    both = report(1.0, **fields).compare(report(2.0, other(), **fields), ("a", "b"))
+    told = "sign of rho unknown, within its error: a"
+    assert told in str(both).splitlines()
+    assert told in both.sections()[0].notes
+    sure = report(2.0, **fields).compare(report(2.0, other(), **fields), ("a", "b"))
+    assert "unknown" not in str(sure)
+
+
 def test_a_searched_supremum_may_miss_some() -> None:
     searched: dict[str, Any] = {"bound": "lower", "exact": False, "sampling": None}
     assert verdict(report(1.0, **searched), report(1.005, other(), **searched)).word == (

@@ -509,6 +509,10 @@ class Comparison(Results[Report]):
             if report.provenance.population:
                 parts.setdefault(report.provenance.used, []).append(name)
         lines += [f"on {used}, drawn at random: {_joined(who)}" for used, who in parts.items()]
+        for measure in self.measures:
+            found = {name: r[measure] for name, r in self.items() if measure in r}
+            if unsure := [name for name, m in found.items() if not m.sign_known]:
+                lines.append(f"sign of {measure} unknown, within its error: {_joined(unsure)}")
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
         away = without_minimum(self.standing)
         lines += [f"{what}, and so not comparable: {_joined(who)}" for what, who in away.items()]
