@@ -665,7 +665,7 @@ class _Search:
         price = float(f"{more * ways.cost(not done.known):.1e}")
         probes = len(ways.probed) > len(ways.propagated)
         by = "ActivationProbes" if probes else "PropagatedCurvature"
-        advice = f"About {more:,.0f} draws, {price:,.0f} gradients, should do: "
+        advice = f"About {more:,.0f} draws, {price:,.0f} gradients, should do for these: "
         advice += f"estimator=saltflat.{by}(draws={more:.0f})."
         other = (
             " curvature='ggn' measures the Gauss–Newton matrix instead, whose draws scatter less."
