@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from untouched import assert_untouched, fingerprint
 
+import saltflat as sf
 from saltflat import zoo
 from saltflat.audit import Audit, Tolerances, audit
 from saltflat.errors import InvalidType, InvalidValue, ModelError, NotMeasured, SaltflatError
@@ -505,3 +506,31 @@ def test_rescaled_networks_are_not_taken_for_wrong_ones() -> None:
     assert found["hessian_trace"].verdict == "moved"
     with pytest.raises(ModelError, match="not the derivative"):
         audit(Detached(), (torch.randn(8, 4), torch.arange(8) % 3), measures=["rho"], elements=1)
+
+
+def test_verdicts_hidden_by_noise_say_what_decides_them() -> None:
+    """And it does: with the estimator that the note names, and by the Gauss–Newton matrix."""
+    torch.manual_seed(0)
+    hidden, last = nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 3)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), hidden, last)
+    data = torch.randn(10, 3), torch.arange(10) % 3
+
+    def found(**options: Any) -> sf.Audit:
+        return sf.audit(model, data, measures=["rho", "hessian_trace"], elements=1, **options)
+
+    noisy = found(estimator=sf.ActivationProbes(8, seed=1), tolerances=sf.Tolerances(errors=40))
+    assert "undecided" in noisy["rho"].verdict
+    note = noisy.notes[0]
+    assert note in " ".join(str(noisy).split())
+    assert note in " ".join(noisy.sections()[0].notes)
+    entries = sum(p.numel() for p in model.parameters())
+    price = (1 + sum(noisy.elements.values())) * entries * 2.5
+    assert note.startswith("Hidden by the errors of estimates: rho, hessian_trace. What decides: ")
+    assert f"about {float(f'{price:.1e}'):,.0f} gradients: " in note
+    assert f"estimator=saltflat.Hutchinson(probes={entries})" in note
+    for options in ({"estimator": sf.Hutchinson(entries)}, {"curvature": "ggn"}):
+        decided = found(**options)
+        assert [row.verdict for row in decided.values()] == ["invariant", "moved"]
+        assert not any("Hidden" in note for note in decided.notes)
+    drawn = found(curvature="ggn", max_directions=1, tolerances=sf.Tolerances(errors=40))
+    assert drawn.notes[0].endswith("A sweep over all directions has none: max_directions= above 1.")

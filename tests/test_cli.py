@@ -143,7 +143,7 @@ def test_options_reach_the_function(place: Path) -> None:
     run("measure", net(place, "Pair"), *options, code=1)
     run("measure", net(place, "Pair"), *options, "--output", "answer")
     wrong = run("measure", net(place, "Pair"), *options, "--output", "answr", code=1)
-    assert "has no 'answr'. Nearest is 'answer'." in " ".join(wrong.output.split())
+    assert "It holds 'answer', 'other'; nearest is 'answer'." in " ".join(wrong.output.split())
     own = json.loads(
         run("measure", net(place, "make"), *options, "--loss", net(place, "squares")).stdout
     )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import pkgutil
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,10 +20,10 @@ from cases import BY_NAME
 from dense import Dense
 from networks import mlp
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import saltflat as sf
-from saltflat.errors import ForwardError
+from saltflat.errors import ForwardError, ModelError
 from saltflat.moved import PLACES
 
 X, Y = BY_NAME["mlp"].data(n=6)
@@ -62,8 +66,10 @@ ARGUMENTS = [
     (ValueError, {"tolerance": "1%"}, ["tolerance", "'1%'"]),
     (ValueError, {"dtype": torch.int64}, ["dtype", "int64"]),
     (ValueError, {"dtype": "float64"}, ["'float64'", "torch.float64"]),
-    (TypeError, {"output": "scores"}, ["callable", "out['scores']"]),
-    (TypeError, {"output": 0}, ["callable", "out[0]"]),
+    (TypeError, {"output": True}, ["name", "place", "callable", "True"]),
+    (TypeError, {"output": ["scores"]}, ["name", "place", "callable", "['scores']"]),
+    (ValueError, {"output": "scores"}, ["Tensor", "no 'scores'", "leave out output="]),
+    (ValueError, {"output": 0}, ["Tensor", "no 0", "leave out output="]),
     (ValueError, {"parameters": ["0.wieght"]}, ["0.wieght", "'0.weight'"]),
     (ValueError, {"parameters": "0.weight"}, ["0.weight", "trainable", "all"]),
     (ValueError, {"parameters": []}, ["parameters"]),
@@ -89,6 +95,123 @@ def test_probes(probes: object) -> None:
 def test_an_unknown_loss(name: str) -> None:
     """All are named: 'ce' looks like 'bce', which is another loss."""
     refuses(ValueError, "'cross_entropy'", "'mse'", "'bce'", loss=name)
+
+
+# names that results do not have
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    network, data = model(), (X, Y)
+    report = sf.measure(network, data)
+    return {
+        "report": report,
+        "trace": sf.trace(network, data),
+        "diagonal": sf.diagonal(network, data),
+        "comparison": report.compare(report, ("sgd", "sam")),
+        "audit": sf.audit(network, data, measures=["rho"], elements=1),
+    }
+
+
+UNKNOWN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda r: r["report"]["rho"].by_neuron["0.weight"], "rho.by_neuron has no '0.weight'. Known"),
+    (lambda r: r["report"]["rho"].by_layer["9"], "rho.by_layer has no '9'. Known: '0', '2'"),
+    (lambda r: r["report"]["hessian_trace"].by_parameter["0.wieght"], "Nearest is '0.weight'"),
+    (lambda r: r["report"]["hessian_trace"].by_neuron["0"], "hessian_trace.by_neuron .* is empty"),
+    (lambda r: r["report"]["minimum_sharpness"].details["alpah"], "details .* Nearest is 'alpha'"),
+    (lambda r: r["trace"]["0.wieght"], "Trace has no '0.wieght'. Nearest is '0.weight'"),
+    (lambda r: r["trace"].details["0.wieght"], "Trace.details has no .* Nearest is '0.weight'"),
+    (lambda r: r["diagonal"]["0.wieght"], "Diagonal has no '0.wieght'. Nearest is '0.weight'"),
+    (lambda r: r["comparison"]["adam"], "Comparison has no 'adam'. Known: 'sgd', 'sam'|'sam'"),
+    (lambda r: r["comparison"].verdict("rho", "sgd", "x"), "Comparison has no 'x'"),
+    (lambda r: r["audit"]["rho"]["neuronn"], "The audit of rho has no .* Nearest is 'neuron'"),
+]
+
+
+@pytest.mark.parametrize(("look", "words"), UNKNOWN)
+def test_unknown_names_are_answered_with_known_ones(look, words, results) -> None:
+    with pytest.raises(sf.NotMeasured, match=words) as caught:
+        look(results)
+    assert isinstance(caught.value, KeyError)
+
+
+def test_results_are_mappings_as_before(results: dict[str, Any]) -> None:
+    """What asks politely gets its default, and they survive copies and files."""
+    m = results["report"]["rho"]
+    assert "9" not in m.by_layer
+    assert m.by_layer.get("9") is None
+    assert m.by_layer == dict(m.by_layer)
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m)), replace(m, value=m.value)):
+        assert other == m
+        with pytest.raises(sf.NotMeasured, match=r"rho\.by_layer has no '9'"):
+            other.by_layer["9"]
+    assert results["trace"].get("9") is None
+
+
+# one thing in the place of another
+
+
+def swapped(*arguments: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: sf.measure(*arguments, **options)
+
+
+NUMBERS: list[Any] = [1]  # for names
+MISUSES: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+    (swapped(nn.Linear, (X, Y)), TypeError, ["the class Linear", "Linear(…)"]),
+    (swapped((X, Y), model()), TypeError, ["Got tuple", "the model comes first"]),
+    (swapped(DataLoader([(X, Y)]), model()), TypeError, ["DataLoader", "the model comes first"]),
+    (swapped(X, Y), TypeError, ["Got Tensor", "the model comes first"]),
+    (swapped(model().state_dict(), (X, Y)), TypeError, ["of weights", "load_state_dict"]),
+    (swapped([model(), model()], (X, Y)), TypeError, ["list of models", "saltflat.compare"]),
+    (swapped("model.pt", (X, Y)), TypeError, ["str 'model.pt'", "load its weights"]),
+    (swapped(3, (X, Y)), TypeError, ["torch.nn.Module. Got int."]),
+    (swapped(model(), model()), TypeError, ["the module Sequential", "the model comes first"]),
+    (swapped(model(), "data.pt"), TypeError, ["'data.pt'", "load what is there"]),
+    (swapped(model(), Path("data.pt")), TypeError, ["'data.pt'", "load what is there"]),
+    (swapped(model(), ["a cat", "a dog"]), ValueError, ["text 'a cat'", "tokenizer"]),
+    (swapped(model(), (X, X, Y)), TypeError, ["3 tensors", "((a, b), targets)"]),
+    (swapped(model(), (X, Y), measures="rho"), TypeError, ["Got 'rho'; pass ['rho']"]),
+    (swapped(model(), (X, Y), measures="hessian_trce"), TypeError, ["pass ['hessian_trace']"]),
+    (swapped(model(), (X, Y), measures="zzz"), TypeError, ["Got 'zzz'", "Known: 'hessian_trace'"]),
+    (swapped(model(), (X, Y), parameters=["0"]), ValueError, ["module", "'0.weight'", "'0.bias'"]),
+    (
+        lambda: (lambda m: sf.measure(m, (X, Y), parameters=[m[2].weight]))(model()),
+        TypeError,
+        ["by name", "Got a Parameter", "pass ['2.weight']"],
+    ),
+    (lambda: sf.EntropySGD(model()), TypeError, ["Got Sequential", "model.parameters()"]),
+    (lambda: sf.EntropySGD(model().parameters()), ValueError, ["lr must be", "Got None"]),
+    (lambda: sf.symmetries(model(), X).random(seed="a"), TypeError, ["seed", "'a'"]),
+    (lambda: sf.Comparison([1, 2]), TypeError, ["mapping from names to reports", "Got list"]),
+    (lambda: sf.hessian(model(), (X, Y)) @ [1.0, 2.0], ValueError, ["entries", "shape (2,)"]),
+    (lambda: sf.hessian(model(), (X, Y)) @ np.ones(2), ValueError, ["entries", "shape (2,)"]),
+    (lambda: sf.gathered((X, Y)).__enter__(), TypeError, ["torch.nn.Module. Got tuple."]),
+    (lambda: sf.symmetries(model(), X[:, :3]), RuntimeError, ["on the example", "(6, 3)"]),
+    (lambda: sf.symmetries(model(), X).random()(X), TypeError, ["torch.nn.Module. Got Tensor"]),
+    (lambda: sf.audit(model(), (X[:, :3], Y)), RuntimeError, ["failed on batch 0", "(6, 3)"]),
+    (
+        lambda: (lambda m: sf.eigenvalues(m, (X, Y), block=m[0].weight))(model()),
+        TypeError,
+        ["by name", "Got a Parameter", "block='0.weight'"],
+    ),
+    (lambda: sf.compare(dict.fromkeys(NUMBERS, model()), (X, Y)), TypeError, ["strings. Got 1"]),
+    (lambda: sf.Tolerances(closed="a"), ValueError, ["closed of Tolerances", "'a'"]),
+    (lambda: sf.load("report.html"), ValueError, ["is a page", ".json"]),
+]
+
+
+@pytest.mark.parametrize(("misuse", "kind", "words"), MISUSES)
+def test_one_thing_in_the_place_of_another(misuse, kind, words) -> None:
+    with pytest.raises(sf.SaltflatError) as caught:
+        misuse()
+    assert isinstance(caught.value, kind)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_a_report_is_compared_with_a_report(results: dict[str, Any]) -> None:
+    with pytest.raises(sf.InvalidType, match=r"another report. Got Sequential; .*sf.compare"):
+        results["report"].compare(model())
 
 
 # data
@@ -337,9 +460,10 @@ class Answers(nn.Module):
     [
         (lambda o: (o, o), "output="),
         (lambda o: {"prediction": o}, "It holds 'prediction'."),
-        (lambda o: {"prediction": o}, "output=lambda out: out['prediction']"),
+        (lambda o: {"prediction": o}, "e.g. output='prediction'."),
+        (lambda o: (o, o), "It holds 0, 1."),
         (lambda o: None, "output="),
-        (lambda o: o.argmax(1), "floating"),
+        (lambda o: o.argmax(1), "floating point tensor. Got int64 (6,)"),
         (lambda o: o.mean(), "one row"),
         (lambda o: o[:-1], "one row"),
         (lambda o: o.T, "one row"),
@@ -348,6 +472,104 @@ class Answers(nn.Module):
 )
 def test_outputs_of_an_unknown_kind(answer, word: str) -> None:
     refuses(ValueError, word, model=Answers(answer))
+
+
+class Pair(NamedTuple):
+    scores: Tensor
+    features: Tensor
+
+
+class Slots:
+    """With attributes, methods, and a name of its own class."""
+
+    kind = "classifier"
+
+    def __init__(self, outputs: Tensor) -> None:
+        self.scores, self._hidden = outputs, outputs
+
+    def softmax(self) -> Tensor:
+        return self.scores.softmax(-1)
+
+
+CONTAINERS = [
+    (lambda o: {"scores": o, "features": 2 * o}, "scores"),
+    (lambda o: {7: o}, 7),
+    (lambda o: (2 * o, o), 1),
+    (lambda o: [2 * o, o], -1),
+    (lambda o: (2 * o, o), "1"),  # as it comes from a command line
+    (lambda o: Pair(o, 2 * o), "scores"),
+    (lambda o: Pair(o, 2 * o), 0),
+    (lambda o: Slots(o), "scores"),
+    (lambda o: torch.max(torch.stack([o, o]), dim=0), "values"),
+]
+
+
+@pytest.mark.parametrize(("answer", "name"), CONTAINERS)
+def test_outputs_by_name(answer, name) -> None:
+    """They are what the model without the container around its answer has."""
+    found = sf.trace(Answers(answer), (X, Y), output=name)
+    plain = sf.trace(Answers(lambda o: o), (X, Y))
+    assert dict(found) == pytest.approx(dict(plain), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "words"),
+    [
+        (lambda o: {"scores": o}, "scorse", ["dict", "no 'scorse'", "'scores'; nearest is"]),
+        (lambda o: {"scores": o, "b": o}, "x", ["dict", "no 'x'", "It holds 'scores', 'b'."]),
+        (lambda o: {"scores": o}, "keys", ["no 'keys'", "'scores'"]),
+        (lambda o: {"scores": o}, 0, ["no 0", "'scores'"]),
+        (lambda o: (o, o), 2, ["tuple", "no 2", "0, 1"]),
+        (lambda o: (o, o), "count", ["tuple", "no 'count'", "0, 1"]),
+        (lambda o: Pair(o, o), "score", ["Pair", "'scores', 'features'"]),
+        (lambda o: Slots(o), "score", ["Slots", "It holds 'scores'; nearest is 'scores'."]),
+        (lambda o: Slots(o), "softmax", ["Slots", "no 'softmax'", "'scores'"]),
+        (lambda o: None, "scores", ["NoneType", "nothing with a name"]),
+        (lambda o: {"scores": "text"}, "scores", ["floating point tensor", "Got str"]),
+    ],
+)
+def test_names_that_are_not_there(answer, name, words) -> None:
+    refuses(ModelError, *words, model=Answers(answer), output=name)
+
+
+def test_outputs_by_name_are_taken_everywhere() -> None:
+    """One word means one thing: every call of the library that runs a model takes the name."""
+    pair, plain = Answers(lambda o: {"scores": o, "other": 3 * o}), Answers(lambda o: o)
+    data = (X, Y)
+
+    def both(call, *arguments, **options):
+        return call(pair, *arguments, output="scores", **options), call(
+            plain, *arguments, **options
+        )
+
+    for call in (
+        sf.trace,
+        sf.diagonal,
+        sf.eigenvalues,
+        sf.density,
+        sf.landscape,
+        sf.hessian,
+        sf.ggn,
+    ):
+        both(call, data)
+    named, given = both(sf.measure, data, measures=["hessian_trace", "rho"])
+    assert named["rho"].value == pytest.approx(given["rho"].value, rel=1e-12)
+    assert len(both(sf.symmetries, X)[0]) == len(sf.symmetries(plain, X))
+    audits = both(sf.audit, data, measures=["rho"], elements=1)
+    assert audits[0]["rho"].verdict == audits[1]["rho"].verdict == "invariant"
+    compared = sf.compare({"a": pair, "b": pair}, data, output="scores", measures=["rho"])
+    assert compared["a"]["rho"].value == pytest.approx(given["rho"].value, rel=1e-12)
+    weights = {"a": pair.state_dict()}
+    many = sf.measure_many(weights, data, model=pair, output="scores", measures=["rho"])
+    assert many["a"]["rho"].value == pytest.approx(given["rho"].value, rel=1e-12)
+    sf.Monitor(pair, data, output="scores")
+    fam = sf.FAM(pair, layer="body.2", strength=1.0, output="scores")
+    pair(X)
+    penalty = fam(Y)
+    fam.remove()
+    other = sf.FAM(plain, layer="body.2", strength=1.0)
+    plain(X)
+    assert penalty.item() == pytest.approx(other(Y).item(), rel=1e-12)
 
 
 class Tokens(nn.Module):

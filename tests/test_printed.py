@@ -30,6 +30,40 @@ def report() -> sf.Report:
     return sf.measure(CASE.model(), CASE.data())
 
 
+@pytest.mark.parametrize(
+    ("fields", "certainty", "known"),
+    [
+        ({"exact": True}, "exact", True),
+        ({"exact": False, "stderr": 0.25}, "± 0.25", True),
+        ({"exact": False, "stderr": 0.52}, "± 0.52, sign unknown", False),
+        ({"exact": False, "stderr": 0.25, "degrees": 2.0}, "± 0.25, sign unknown", False),
+        ({"exact": False, "stderr": 0.52, "bound": "upper"}, "≤, ± 0.52, sign unknown", False),
+        ({"exact": False, "stderr": float("nan")}, "± nan", True),
+        ({"exact": False, "stderr": 0.2, "degrees": float("nan")}, "± 0.2", True),
+        ({"exact": False, "stderr": 1.0, "interval": (-0.1, 3.0)}, "-0.1 to 3", False),
+    ],
+)
+def test_an_estimate_whose_sign_is_unknown_says_so(
+    fields: dict[str, Any], certainty: str, known: bool, report: sf.Report, tmp_path: Path
+) -> None:
+    """1 ± 0.52 holds 0 by the normal distribution, 1 ± 0.25 by Student's t of two degrees."""
+    m = sf.Measurement(name="rho", value=-1.0, **fields)
+    assert (m.certainty, m.sign_known) == (certainty, known)
+    other = replace(report, measurements={"rho": m})
+    assert certainty in str(other)
+    content = json.loads(other.save(tmp_path / "r.json").read_text())
+    assert content["measurements"]["rho"]["sign_known"] is known
+    assert certainty in other.save(tmp_path / "r.html").read_text()
+    if "interval" not in fields:
+        assert sf.load(tmp_path / "r.json") == other
+
+
+def test_traces_whose_sign_is_unknown_say_so() -> None:
+    detail = sf.Detail(0.5, exact=False, stderr=0.4, rule="probes", reason="tanh")
+    text = str(sf.Trace({"weight": detail}, total=0.5, stderr=0.4, curvature="hessian"))
+    assert text.count("± 0.4, sign unknown") == 2
+
+
 def test_text_is_plain_in_notebooks_and_where_colours_are_forced(
     report: sf.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:

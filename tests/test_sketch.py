@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networks as net
@@ -265,6 +268,63 @@ def test_the_budget_ends_the_draws() -> None:
     detail = result.details["0.weight"]
     assert detail.stderr > 1e-9 * abs(detail.value)
     assert any("draws" in note for note in result.notes)
+
+
+def test_a_tolerance_that_was_not_reached_is_told_before_all_else() -> None:
+    """By how much, and the draws that it would take; these do, by the exact Gauss–Newton traces."""
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 30), nn.GELU(), nn.Linear(30, 3)
+    model, x, y = nn.Sequential(*layers).double(), torch.randn(12, 8).double(), torch.arange(12) % 3
+    tolerance = 0.03
+    with pytest.warns(UserWarning, match="NOT reached") as caught:
+        result = sf.trace(model, (x, y), tolerance=tolerance)
+    told = result.notes[0]
+    assert str(caught[0].message) == told
+    share = 100 * result.stderr / abs(result.total)
+    assert f"The tolerance of 3 % was NOT reached: standard errors are {share:.2g} % of" in told
+    ggn = sf.trace(model, (x, y), curvature="ggn")
+
+    def excess(trace: sf.Trace) -> dict[str, float]:
+        return {
+            n: float(d.stderr) / (tolerance * max(abs(d.value), ggn[n], ggn.total / 5))
+            for n, d in trace.details.items()
+            if not d.exact
+        }
+
+    first = excess(result)
+    worst = max(first, key=lambda name: first[name])
+    count = sum(ratio > 1 for ratio in first.values())
+    assert f"leave {count} of {len(first)} estimated blocks" in told
+    assert f"{first[worst]:.2g} times what is allowed ({worst})" in told
+    draws = int(re.search(r"estimator=saltflat.PropagatedCurvature\(draws=(\d+)\)", told)[1])
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        better = sf.trace(model, (x, y), estimator=sf.PropagatedCurvature(draws))
+    assert not any("NOT reached" in str(w.message) for w in others)  # nobody asked for a tolerance
+    assert max(excess(better).values()) < 1.3
+    for call in (sf.trace, sf.diagonal):
+        tight, hopeless, loose = (
+            " ".join(call(model, (x, y), tolerance=t).notes) for t in (tolerance, 1e-9, 2.0)
+        )
+        assert tight.startswith("The tolerance of 3 % was NOT reached")
+        assert "More than 100,000 draws would do. curvature='ggn'" in hopeless
+        assert "NOT reached" not in loose
+
+
+def test_a_report_tells_that_the_tolerance_was_not_reached(tmp_path: Path) -> None:
+    """In the terminal before what else is told, on the page, in the file, and as a warning."""
+    with pytest.warns(UserWarning, match="NOT reached"):
+        report = sf.measure(CURVED.model(), CURVED.data(), measures=["hessian_trace", "rho"])
+    told = report.notes[0]
+    assert told.startswith("The tolerance of 5 % was NOT reached: standard errors are ")
+    assert f"{100 * report['rho'].stderr / report['rho'].value:.2g} % of rho" in told
+    captions = " ".join(str(report).split())
+    assert told in captions
+    assert captions.index(told) < captions.index("with rho side=columns")
+    assert told.partition("'")[0] in report.save(tmp_path / "r.html").read_text()
+    assert json.loads(report.save(tmp_path / "r.json").read_text())["notes"][0] == told
+    loose = sf.measure(CURVED.model(), CURVED.data(), measures=["rho"], tolerance=1.0)
+    assert "NOT reached" not in " ".join(loose.notes)
 
 
 def test_bad_settings_are_refused() -> None:

@@ -311,7 +311,7 @@ def test_zero_weights_at_chance_are_not_shown_to_be_a_minimum(depth: int) -> Non
     found = standing(model, (x, y))
     assert found.gradient_norm < 1e-12
     assert not found.minimum
-    assert found.word == "no"
+    assert found.word == "not shown"
     assert found.verdict.startswith("not shown to be a minimum: ")
     assert found.verdict.endswith(f"at or above chance level, {found.chance:.4g}")
     # Where it does better than that and the gradient vanishes, it may be one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -66,6 +67,16 @@ def test_errors_count(fields: dict[str, Any], word: str) -> None:
     assert verdict(report(1.0, **fields), report(1.3, other(), **fields)).word == word
 
 
+def test_a_sign_that_is_unknown_is_told() -> None:
+    fields: dict[str, Any] = {"exact": False, "stderr": 0.8}
+    both = report(1.0, **fields).compare(report(2.0, other(), **fields), ("a", "b"))
+    told = "sign of rho unknown, within its error: a"
+    assert told in str(both).splitlines()
+    assert told in both.sections()[0].notes
+    sure = report(2.0, **fields).compare(report(2.0, other(), **fields), ("a", "b"))
+    assert "unknown" not in str(sure)
+
+
 def test_a_searched_supremum_may_miss_some() -> None:
     searched: dict[str, Any] = {"bound": "lower", "exact": False, "sampling": None}
     assert verdict(report(1.0, **searched), report(1.005, other(), **searched)).word == (
@@ -86,11 +97,16 @@ def test_a_searched_supremum_may_miss_some() -> None:
             report(2.0, other()),
             "the architecture differs: Sequential of 7 parameters and Sequential of 43 parameters",
         ),
-        (report(1.0, other(decrease=0.4)), report(2.0), "a is not at a minimum"),
+        (report(1.0, other(decrease=0.4)), report(2.0), "not a minimum: a"),
+        (
+            report(1.0, other(loss=3.0)),
+            report(2.0, other(decrease=0.4, outputs=(3.0, 1.0))),
+            "not shown to be a minimum: a; not a minimum: b",
+        ),
         (
             report(1.0, other(decrease=0.4)),
             report(2.0, other(decrease=0.3, outputs=(3.0, 1.0))),
-            "a and b are not at a minimum",
+            "not a minimum: a and b",
         ),
         (report(1.0, other(loss=0.1)), report(2.0), "the loss level differs: 0.1 and 0.5"),
     ],
@@ -222,6 +238,41 @@ def test_to_pandas(three: sf.Comparison) -> None:
     assert frame.index.names == ["model", "measure"]
     assert frame.loc[("b", "rho"), "value"] == three["b"]["rho"].value
     assert frame.loc[("b", "rho"), "loss"] == three["b"].standing.loss
+    assert frame.loc[("b", "rho"), "a minimum?"] == three["b"].standing.word
+
+
+# Where a model stands, and the word and the phrase for it.
+STANDS = [
+    (other(), "yes", "a minimum"),
+    (other(decrease=0.003, chance=3.0), "yes", "a minimum"),
+    (other(decrease=0.01), "nearly", "nearly a minimum"),
+    (other(decrease=0.0), "stationary", "a stationary point, perhaps a minimum"),
+    (other(loss=3.0), "not shown", "not shown to be a minimum"),
+    (other(decrease=0.4), "no", "not a minimum"),
+    (other(loss=3.0, decrease=2.0), "no", "not a minimum"),
+]
+
+
+@pytest.mark.parametrize(("stand", "word", "phrase"), STANDS)
+def test_one_vocabulary_for_minima(stand: Standing, word: str, phrase: str, tmp_path: Path) -> None:
+    """A report, a comparison, their pages and their files call a place the same."""
+    one, two = report(1.0, stand), report(2.0, AT)
+    assert (stand.word, stand.phrase) == (word, phrase)
+    assert f": {phrase}: " in " ".join(str(one).split())
+    assert f"{phrase[0].upper()}{phrase[1:]}: " in one.sections()[0].text
+    both = one.compare(two, ("x", "y"))
+    (row,) = (line for line in str(both).splitlines() if line.lstrip("│ ").startswith("a minimum?"))
+    assert row.replace("│", " ").split("?")[1].strip().startswith(f"{word}  ")
+    assert both.sections()[0].facts["x"].endswith(f"a minimum? {word}")
+    away = f"{phrase}, and so not comparable: x"
+    assert (away in " ".join(str(both).split())) != stand.minimum
+    assert (both.verdict("rho", "x", "y").reason == f"{phrase}: x") != stand.minimum
+    for result in (one, both):
+        content = json.loads(result.save(tmp_path / "result.json").read_text())
+        saved = content.get("standing") or content["reports"]["x"]["standing"]
+        assert (saved["word"], saved["minimum"]) == (word, stand.minimum)
+        assert saved["verdict"].startswith(f"{phrase}: ")
+        assert sf.load(tmp_path / "result.json") == result
 
 
 def test_data_of_another_type_are_the_same_data() -> None:

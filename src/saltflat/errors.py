@@ -158,10 +158,14 @@ def optional(module: str, use: str) -> Any:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The hint for a mistyped name: `Nearest is 'fc1.weight'.`, or the whole list."""
     names = list(known)
-    close = get_close_matches(name, names, n=1)
-    if close:
-        return f"Nearest is {close[0]!r}."
+    if close := nearest_of(name, names):
+        return f"Nearest is {close!r}."
     return "Known: " + ", ".join(map(repr, names[:20])) + ("." if len(names) <= 20 else ", ….")
+
+
+def nearest_of(name: str, known: Iterable[str]) -> str:
+    """What a mistyped name may have meant; nothing if none is like it."""
+    return next(iter(get_close_matches(name, list(known), n=1)), "")
 
 
 def listed(names: Iterable[str]) -> str:

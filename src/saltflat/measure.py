@@ -41,10 +41,11 @@ from saltflat.errors import (
     NotApplicable,
     SaltflatError,
     nearest,
+    nearest_of,
 )
 from saltflat.landscape import RiskSurface
 from saltflat.losses import LossLike
-from saltflat.measurement import Measurement
+from saltflat.measurement import Measurement, shortfall
 from saltflat.measures import INCLUDED, MEASURES, Context, Measure, Need, Quantity
 from saltflat.report import (
     INTERRUPTED,
@@ -163,9 +164,21 @@ def measure(
         report, engine = once(data, selection, standing)
     if measures is None:
         report = replace(report, left_out=left_out())
-    for warning in engine.warnings:
+    told = _shortfall(report, engine) if estimator is None else ""
+    if told:
+        report = replace(report, notes=(told, *report.notes))
+    for warning in [told, *engine.warnings] if told else engine.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
+
+
+def _shortfall(report: Report, engine: Curvature) -> str:
+    """What is to be said of estimates that the tolerance does not allow; of values on some of the
+    samples their intervals tell."""
+    if report.provenance.population:
+        return ""
+    errors = {name: (m.value, m.stderr) for name, m in report.items()}
+    return shortfall(engine.settings.tolerance, errors, engine.first.shortfall)
 
 
 Once = Callable[[Any, Sequence[Measure], bool, Settings], tuple[Report, Curvature]]
@@ -357,6 +370,8 @@ def compare(
             "compare needs a mapping from names to models, e.g. {'sgd': a, 'sam': b}. "
             f"Got {type(models).__name__}."
         )
+    if odd := [name for name in models if not isinstance(name, str)]:
+        raise InvalidType(f"The names of models to compare must be strings. Got {odd[0]!r}.")
     every = signature(measure).parameters.values()
     check_options("compare", options, [p.name for p in every if p.kind is p.KEYWORD_ONLY])
     own = isinstance(data, Mapping) and set(data) == set(models)
@@ -464,9 +479,9 @@ def measure_objects(measures: Selection) -> Sequence[Measure]:
     if measures == "all":
         return [kind() for kind in MEASURES.values()]
     if isinstance(measures, str):
-        raise InvalidType(
-            f"measures must be a list, or 'all'. Got {measures!r}; pass [{measures!r}]."
-        )
+        close = measures if measures in MEASURES else nearest_of(measures, MEASURES)
+        hint = f"; pass [{close!r}]" if close else f". {nearest(measures, MEASURES)}"
+        raise InvalidType(f"measures must be a list, or 'all'. Got {measures!r}{hint}.")
     selection: dict[str, Measure] = {}
     for each in measures:
         if isinstance(each, str):

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite
-from typing import Any, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final, get_args
 
 import numpy as np
 from torch import Tensor
 
 from saltflat.bibliography import bibtex
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidValue, NotMeasured, listed, nearest
 from saltflat.printed import Told
 
 Bound = Literal["lower", "upper"]
 Symmetry = Literal["layer", "neuron", "batchnorm", "attention"]
 EVERY_RESCALING: frozenset[Symmetry] = frozenset(get_args(Symmetry))
+
+
+class Named(dict[str, Any]):
+    """A mapping `what` that answers a name it does not have with those that it has."""
+
+    def __init__(self, what: str, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self.what = what
+
+    def __missing__(self, name: object) -> Any:
+        raise unknown(self.what, name, self)
+
+
+def unknown(what: str, name: object, known: Iterable[object]) -> NotMeasured:
+    """The error for a name that `what` does not have."""
+    names = [str(each) for each in known]
+    return NotMeasured(
+        f"{what} has no {name!r}. {nearest(str(name), names) if names else 'It is empty.'}"
+    )
 
 
 @final
@@ -77,6 +96,22 @@ class Measurement(Told):
     skewness: float | None = None
     interval: tuple[float, float] | None = None
 
+    def __post_init__(self) -> None:
+        for view in ("by_parameter", "by_layer", "by_neuron", "details"):
+            named = Named(f"{self.name}.{view}", getattr(self, view))
+            object.__setattr__(self, view, named)
+
+    #: What files say beside the fields, of which it follows.
+    derived: ClassVar[tuple[str, ...]] = ("sign_known",)
+
+    @property
+    def sign_known(self) -> bool:
+        """Whether the 95 % interval around the value leaves out 0, or there is none."""
+        if self.interval is not None:
+            low, high = self.interval
+            return not low <= 0 <= high
+        return sign_known(self.value, self.stderr, self.degrees)
+
     @property
     def max(self) -> float:
         """The largest value of a neuron (ρ^max), or of a layer (κ^max, κ_τ^max, …)."""
@@ -104,11 +139,12 @@ class Measurement(Told):
         if self.interval is not None:
             low, high = self.interval
             return f"{low:.4g} to {high:.4g}"
+        error = with_error(self.value, self.stderr, self.degrees)
         if self.bound is not None:
             words = "≥, searched" if self.bound == "lower" else "≤"
-            return words + (f", ± {self.stderr:.2g}" if self.stderr else "")
+            return words + (f", {error}" if self.stderr else "")
         if not self.exact:
-            return f"± {self.stderr:.2g}"
+            return error
         if not isfinite(self.gap):
             return "not converged"
         small = self.gap <= 1e-9 * abs(self.value)
@@ -142,6 +178,40 @@ class Measurement(Told):
     def cite(self) -> str:
         """BibTeX of the papers that the measure is from."""
         return bibtex(*self.references)
+
+
+def sign_known(value: float, stderr: float, degrees: float) -> bool:
+    """Whether the 95 % interval around an estimate leaves out 0; True where no error is known."""
+    from scipy.stats import t
+
+    if not stderr > 0:
+        return True
+    reach = float(t.ppf(0.975, degrees)) if degrees < inf else 1.96
+    return abs(value) > stderr * (reach if isfinite(reach) else 2.0)
+
+
+def with_error(value: float, stderr: float, degrees: float) -> str:
+    """`± 0.03` of an estimate, and a word where not even its sign is known."""
+    return f"± {stderr:.2g}" + ("" if sign_known(value, stderr, degrees) else ", sign unknown")
+
+
+def shortfall(tolerance: float, errors: Mapping[str, tuple[float, float]], why: str) -> str:
+    """What is to be said of values whose standard errors the tolerance does not allow, if any.
+
+    `errors` are values and their standard errors by name, `why` what is known of their blocks.
+    """
+    shares = {n: s / abs(v) if v else inf for n, (v, s) in errors.items() if s > 0}
+    far = sorted((n for n in shares if shares[n] > tolerance), key=lambda n: -shares[n])
+    if not far and not why:
+        return ""
+    told = listed(f"{_percent(shares[name])} of {name}" for name in far)
+    told = f": standard errors are {told}" if told else ""
+    why = why or "More draws (estimator=), or a smaller tolerance=, make them smaller."
+    return f"The tolerance of {_percent(tolerance)} was NOT reached{told}. {why}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:,.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltflat.checks import check_number
 from saltflat.errors import optional
+from saltflat.measurement import Named, unknown, with_error
 from saltflat.printed import Printed, Told
 
 Value = TypeVar("Value", float, Tensor)
@@ -74,6 +75,8 @@ class Results(Printed, Mapping[str, Entry]):
         return getattr(self, fields(cast(Any, self))[0].name)
 
     def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise unknown(type(self).__name__, name, self._entries)
         return cast(Entry, self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -102,7 +105,13 @@ class _Blocks(Results[Value]):
     degrees: float = inf
     interval: tuple[float, float] | None = None
 
+    def __post_init__(self) -> None:
+        named = Named(f"{type(self).__name__}.details", self.details)
+        object.__setattr__(self, "details", named)
+
     def __getitem__(self, name: str) -> Value:
+        if name not in self.details:
+            raise unknown(type(self).__name__, name, self.details)
         return self.details[name].value
 
     @property
@@ -121,7 +130,7 @@ class _Blocks(Results[Value]):
         table.add_column("rule")
         for name, detail in self.details.items():
             table.add_row(escape(name), *self._columns(name), detail.rule)
-        exact = "exact" if self.exact else f"± {self.stderr:.2g}"
+        exact = "exact" if self.exact else with_error(self.total, self.stderr, self.degrees)
         if self.interval is not None:
             exact = f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
         table.add_section()
@@ -148,7 +157,9 @@ class Trace(_Blocks[float]):
 
     def _columns(self, name: str) -> tuple[str, ...]:
         detail = self.details[name]
-        shown = "exact" if detail.exact else f"± {detail.stderr:.2g}"
+        assert isinstance(detail.stderr, float)
+        error = with_error(detail.value, detail.stderr, detail.degrees)
+        shown = "exact" if detail.exact else error
         return f"{detail.value:.6g}", shown
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import partial, reduce
 from itertools import chain, islice
 from math import isfinite
 from operator import length_hint
+from os import PathLike
 from typing import Any, final
 from zlib import crc32
 
@@ -80,7 +82,8 @@ _BORROWED = (
 )
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-Output = Callable[[Any], Tensor]
+Chooser = Callable[[Any], Any]  # of the outputs, in what a model returned
+Output = str | int | Chooser  # as a user says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,11 +673,14 @@ class Risk:
         """
         outputs = self._returned(batch, mode)
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-            raise ModelError("The outputs must be a floating point tensor; pass output=callable.")
+            raise ModelError(
+                f"The outputs must be a floating point tensor. Got {summary(outputs)}; pass "
+                "output= the name of the entry that is, or a callable."
+            )
         if outputs.ndim == 0 or len(outputs) != batch.size:
             raise ModelError(
                 f"The model's outputs must have one row a sample: {batch.size} in {batch.where}. "
-                f"Got outputs of shape {tuple(outputs.shape)}; pass output=callable to choose them."
+                f"Got outputs of shape {tuple(outputs.shape)}; pass output= to choose others."
             )
         return outputs
 
@@ -872,7 +878,7 @@ _DTYPES = re.compile(r"dtype|scalar type|data type|[Ii]nput type|not implemented
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile`, DataParallel and DistributedDataParallel."""
     if not isinstance(model, nn.Module):
-        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
+        raise InvalidType(f"The model must be a torch.nn.Module. {_instead(model)}")
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while True:
         if isinstance(model, parallel):
@@ -881,6 +887,25 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._modules["_orig_mod"]  # type: ignore[assignment]
         else:
             return model
+
+
+def _instead(given: Any) -> str:
+    """What was given for a model, and what to do about it."""
+    got = f"Got {type(given).__name__}"
+    if isinstance(given, type):
+        return f"Got the class {given.__name__}; pass an instance, {given.__name__}(…)."
+    if isinstance(given, DataLoader | Tensor | np.ndarray | Dataset):
+        return f"{got}; the model comes first, then the data."
+    if isinstance(given, Mapping) and any(isinstance(v, Tensor) for v in given.values()):
+        return f"{got} of weights; make the model and call its load_state_dict."
+    if isinstance(given, list | tuple | Mapping) and given:
+        items = given.values() if isinstance(given, Mapping) else given
+        if all(isinstance(each, nn.Module) for each in items):
+            return f"{got} of models; saltflat.compare takes several, by name."
+        return f"{got}; the model comes first, then the data."
+    if isinstance(given, str | PathLike):
+        return f"{got} {str(given)!r}; make the model and load its weights first."
+    return f"{got}."
 
 
 def split_item(item: Any) -> tuple[Any, Any]:
@@ -894,6 +919,11 @@ def split_item(item: Any) -> tuple[Any, Any]:
         return {k: v for k, v in item.items() if k != "labels"}, item["labels"]
     if isinstance(item, tuple | list) and len(item) == 2:
         return item[0], item[1]
+    if isinstance(item, str):
+        raise DataError(
+            "A batch must be (inputs, targets) or a dict with 'labels', of tensors. Got the text "
+            f"{item[:40]!r}; make tensors of texts first, e.g. by a tokenizer."
+        )
     raise DataError(
         "A batch must be (inputs, targets) or a dict with 'labels'. Got "
         f"{type(item).__name__}"
@@ -946,23 +976,76 @@ def logits(raw: Any) -> Tensor:
     found = raw.get("logits") if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if isinstance(found, Tensor):
         return found
-    keys = list(raw) if isinstance(raw, Mapping) else []
-    held = f" It holds {listed(map(repr, keys))}." if keys else ""
+    names = _names_in(raw)
+    held = f" It holds {listed(map(repr, names))}." if names else ""
     raise ModelError(
         f"The model returned {type(raw).__name__}, which is neither a tensor nor has logits.{held} "
-        "Pass output=callable to choose the outputs, "
-        f"e.g. output=lambda out: out[{keys[0] if keys else 0!r}]."
+        "Pass output= to choose the outputs, by name or by a callable"
+        + (f", e.g. output={names[0]!r}." if names else ".")
     )
 
 
-def answer_of(output: Output | None) -> Output:
-    """What takes the outputs out of what a model returned: the user's callable, or `logits`."""
+@dataclass(frozen=True)
+class Entry:
+    """Chooses the outputs by their name in what a model returned: a key, an attribute, a place."""
+
+    name: str | int
+
+    def __call__(self, raw: Any) -> Any:
+        if isinstance(raw, Mapping):
+            with suppress(LookupError, TypeError):  # those of transformers also have places
+                return raw[self.name]
+        elif isinstance(raw, tuple | list) and (place := _integer(self.name)) is not None:
+            with suppress(IndexError):
+                return raw[place]
+        elif isinstance(self.name, str) and not isinstance(raw, Tensor):
+            chosen = getattr(raw, self.name, None)
+            if chosen is not None and not callable(chosen):
+                return chosen
+        raise ModelError(
+            f"output: the model returned {type(raw).__name__}, which has no {self.name!r}. "
+            + self._advice(raw)
+        )
+
+    def _advice(self, raw: Any) -> str:
+        if isinstance(raw, Tensor):
+            return "It is the outputs: leave out output=."
+        names = _names_in(raw)
+        close = get_close_matches(str(self.name), map(str, names), n=1)
+        held = f"It holds {listed(map(repr, names))}" if names else "It holds nothing with a name"
+        return f"{held}; nearest is {close[0]!r}." if close else f"{held}."
+
+
+def _integer(name: str | int) -> int | None:
+    """The place that a name says, also in digits, as it comes from a command line."""
+    if isinstance(name, int):
+        return name
+    return int(name) if name.removeprefix("-").isdecimal() else None
+
+
+def _names_in(raw: Any) -> list[Any]:
+    """By what the parts of something that a model returned are chosen."""
+    if isinstance(raw, Tensor):
+        return []
+    if isinstance(raw, Mapping):
+        return list(raw)
+    if isinstance(raw, tuple | list):
+        return list(getattr(raw, "_fields", range(len(raw))))
+    if is_dataclass(raw):
+        return [field.name for field in fields(raw)]
+    return [name for name in getattr(raw, "__dict__", ()) if not name.startswith("_")]
+
+
+def answer_of(output: Output | None) -> Chooser:
+    """What takes the outputs out of what a model returned: by a name, a callable, or `logits`."""
     if output is None:
         return logits
+    if isinstance(output, str | int) and not isinstance(output, bool):
+        return Entry(output)
     if not callable(output):
         raise InvalidType(
-            "output must be a callable that is given what the model returned. "
-            f"Got {output!r}; pass e.g. output=lambda out: out[{output!r}]."
+            "output must be the name of an entry or attribute of what the model returned, the "
+            f"place in a tuple, or a callable that is given what it returned. Got {output!r}."
         )
     return output
 
@@ -972,8 +1055,23 @@ def items_of(data: Any) -> Iterable[Any]:
     if isinstance(data, Tensor | np.ndarray):
         kind = type(data).__name__
         raise InvalidType(f"The data need targets too. Got one {kind}; pass (inputs, targets).")
+    if isinstance(data, nn.Module):
+        raise InvalidType(
+            "The data must be a DataLoader, a pair (inputs, targets) or a list of such pairs. Got "
+            f"the module {type(data).__name__}; the model comes first, then the data."
+        )
+    if isinstance(data, str | PathLike):
+        raise InvalidType(
+            "The data must be a DataLoader, a pair (inputs, targets) or a list of such pairs. Got "
+            f"{str(data)!r}; load what is there first."
+        )
     if isinstance(data, Mapping):
         return [data]
+    if isinstance(data, tuple) and len(data) > 2 and all(isinstance(t, Tensor) for t in data):
+        raise InvalidType(
+            f"The data must be a pair (inputs, targets). Got {len(data)} tensors; several inputs "
+            "are a tuple themselves: ((a, b), targets)."
+        )
     pair = isinstance(data, tuple | list) and len(data) == 2
     if pair and any(isinstance(part, Tensor | np.ndarray) for part in data):
         return [tuple(data)]
@@ -1061,10 +1159,17 @@ def _choose(
             f"Got {choice!r}; for one parameter pass [{choice!r}]."
         )
     else:
-        names = list(choice)
+        names: list[Any] = list(choice)
         for name in names:
+            if not isinstance(name, str):
+                own = next((n for n, p in everything.items() if p is name), "fc.weight")
+                raise InvalidType(
+                    f"parameters are chosen by name. Got a {type(name).__name__}; pass [{own!r}]."
+                )
             if name not in everything:
-                raise InvalidValue(f"Unknown parameter {name!r}. {nearest(name, everything)}")
+                inside = [each for each in everything if each.startswith(f"{name}.")]
+                hint = f"It is a module: pass {inside}." if inside else nearest(name, everything)
+                raise InvalidValue(f"Unknown parameter {name!r}. {hint}")
         chosen = {n: p for n, p in everything.items() if n in names}
     if not chosen:
         raise ModelError("There are no parameters to measure.")

@@ -34,7 +34,7 @@ from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from saltflat.errors import DistributedError, ModelError, listed
+from saltflat.errors import DistributedError, InvalidType, ModelError, listed
 from saltflat.memory import out_of_memory
 from saltflat.prints import in_words
 from saltflat.sharded import (
@@ -629,6 +629,8 @@ def gathered(
     >>> with sf.gathered(model):
     ...     report = sf.measure(model, (x, y), measures=["hessian_trace"])
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     if not parallel_tensors(model):
         with unsharded(model, until_backward=until_backward):
             yield

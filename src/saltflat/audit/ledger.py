@@ -27,7 +27,7 @@ from saltflat.audit.result import (
 )
 from saltflat.curvature import Curvature, Estimator, MatrixName, Settings
 from saltflat.distributed import Reduction
-from saltflat.errors import InvalidType
+from saltflat.errors import InvalidType, listed
 from saltflat.landscape import BatchStatistics, batch_mode
 from saltflat.losses import LossLike
 from saltflat.measure import announce, attempt, prepared
@@ -37,7 +37,7 @@ from saltflat.risk import Output, Risk, Unpack, answer_of
 from saltflat.session import RandomState, lend
 from saltflat.shards import one_shard
 from saltflat.symmetries import KINDS, Group, answers, change, duplicate, run, verify, widened
-from saltflat.work import Work
+from saltflat.work import PRODUCT, Work
 
 # A model that rounds to float32 inside shows it in every measure.
 _ROUNDED = 1e-4
@@ -246,8 +246,9 @@ class Ledger:
         left_out: Mapping[str, float],
     ) -> Audit:
         """What the rescalings of these kinds came to, as the user gets it."""
+        rows = self._rows(tuple(f.kind for f in kinds))
         return Audit(
-            self._rows(tuple(f.kind for f in kinds)),
+            rows,
             skipped,
             {f.kind: len(f) for f in kinds},
             spread,
@@ -255,9 +256,32 @@ class Ledger:
             self.output_drift,
             self.tolerances,
             model,
-            (*self.panel.group.notes, *self.notes),
+            (*self._hidden(rows), *self.panel.group.notes, *self.notes),
             left_out,
         )
+
+    def _hidden(self, rows: Mapping[str, Audited]) -> list[str]:
+        """Which verdicts the errors of estimates hide, what would tell, and its price."""
+        hidden = [
+            name
+            for name, row in rows.items()
+            if self.before[name].stderr > 0
+            and any(d.verdict == "undecided" and not d.reason for d in row.values())
+        ]
+        if not hidden:
+            return []
+        told = f"Hidden by the errors of estimates: {listed(hidden)}."
+        most = self.panel.settings.max_directions
+        if self.panel.curvature == "ggn":
+            return [f"{told} A sweep over all directions has none: max_directions= above {most}."]
+        entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        price = float(f"{(1 + self.trials.total()) * entries * PRODUCT:.1e}")
+        return [
+            f"{told} What decides: the Hessian's blocks written out, for about {price:,.0f} "
+            f"gradients: estimator=saltflat.Hutchinson(probes={entries}). Of another matrix, the "
+            "Gauss–Newton matrix, curvature='ggn' audits the same measures, exactly for outputs of "
+            f"at most {most} directions a sample. Of more draws errors fall with the square root."
+        ]
 
     def _rows(self, kinds: Sequence[str]) -> dict[str, Audited]:
         rows = {}

@@ -230,21 +230,20 @@ def _prepared(
     risk = Risk(wide, data, loss, parameters=parameters, dtype=torch.float64, **common)
     for name, p in wide.named_parameters():
         p.requires_grad_(name in risk.parameters)
-    if example is None or not isinstance(risk.loss, Loss):
-        with risk.session():
-            few = risk.first().part(0, _SAMPLES)
-            _check_loss(risk, few, unwrap(model))
-        example = few.inputs if example is None else example
+    with risk.session():
+        few = risk.first().part(0, _SAMPLES)
+        _check_loss(risk, few, unwrap(model))
+    example = few.inputs if example is None else example
     check_copy(unwrap(model), wide, example, answer_of(common["output"]))
     return wide, example
 
 
 def _check_loss(risk: Risk, few: Batch, model: nn.Module) -> None:
     """Refuse a loss that contains parameters of the model itself, which its copies do not share."""
+    with torch.no_grad():
+        outputs = risk.forward(few)  # which tells what is wrong if the data do not fit the model
     if isinstance(risk.loss, Loss | JointLoss):
         return
-    with torch.no_grad():
-        outputs = risk.forward(few)
     value = scalar(risk.loss, outputs, few.targets)
     refuse_parameters(describe(risk.loss), value, dict(model.named_parameters()))
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from rich.markup import escape
 from rich.table import Table
 
+from saltflat.checks import check_number
 from saltflat.errors import InvalidValue, NotMeasured, nearest, optional
-from saltflat.measurement import Measurement
+from saltflat.measurement import Measurement, unknown
 from saltflat.report import ASK, WIDE, Cell, Figure, Section, framed, html, invariance, store
 from saltflat.report import Table as HtmlTable
 from saltflat.result import Results
@@ -63,9 +64,7 @@ class Tolerances:
 
     def __post_init__(self) -> None:
         for name in ("closed", "errors", "searched"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidValue(f"{name} of Tolerances must be a number ≥ 0. Got {value!r}.")
+            check_number(f"{name} of Tolerances", getattr(self, name))
 
 
 @final
@@ -156,6 +155,8 @@ class Audited(Mapping[str, Drift]):
     drifts: Mapping[str, Drift]
 
     def __getitem__(self, kind: str) -> Drift:
+        if kind not in self.drifts:
+            raise unknown(f"The audit of {self.name}", kind, self.drifts)
         return self.drifts[kind]
 
     def __iter__(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, final, get_type_hints
@@ -220,7 +220,9 @@ class Request:
     output: Annotated[
         str | None,
         _option(
-            "--output", help="Which of the model's outputs: a key, or callable.", panel=MEASURED
+            "--output",
+            help="Which of the model's outputs: name, place or callable.",
+            panel=MEASURED,
         ),
     ] = None
     unpack: Annotated[
@@ -333,7 +335,7 @@ class Request:
         return {
             "loss": self._loss(),
             "parameters": self.parameters.value,
-            "output": None if self.output is None else _chooser(self.output),
+            "output": _output(self.output),
             "unpack": None if self.unpack is None else _callable("--unpack", self.unpack),
             "dtype": getattr(torch, self.dtype.value) if self.dtype else _own_dtype(model),
             "memory_budget": self.memory_budget,
@@ -384,24 +386,9 @@ def _callable(option: str, text: str) -> Callable[..., Any]:
     return made
 
 
-def _chooser(text: str) -> Callable[[Any], Any]:
-    """A callable, or the entry or attribute of that name."""
-    if is_named(text):
-        return _callable("--output", text)
-    return partial(_entry, text)
-
-
-def _entry(text: str, raw: Any) -> Any:
-    if isinstance(raw, tuple | list) and text.isdecimal():
-        return raw[int(text)]
-    try:
-        return raw[text] if hasattr(raw, "keys") else getattr(raw, text)
-    except (KeyError, AttributeError):
-        held = raw.keys() if hasattr(raw, "keys") else ()
-        hint = f" {nearest(text, map(str, held))}" if held else ""
-        raise InvalidValue(
-            f"--output: the model returned {type(raw).__name__}, which has no {text!r}.{hint}"
-        ) from None
+def _output(text: str | None) -> str | Callable[..., Any] | None:
+    """A callable, or a name, as the functions take it."""
+    return _callable("--output", text) if text is not None and is_named(text) else text
 
 
 def measure_names(measures: list[str] | None) -> Any:

@@ -24,6 +24,7 @@ from saltflat.curvature.sweep import Kind
 from saltflat.distributed import reduction
 from saltflat.errors import InvalidType, InvalidValue, ModelError, NotApplicable, nearest
 from saltflat.losses import LossLike
+from saltflat.measurement import shortfall
 from saltflat.prints import checksum
 from saltflat.result import Density, Diagonal, Eigenvalue, Eigenvalues, Trace, Value
 from saltflat.risk import Output, Risk, Unpack
@@ -75,12 +76,13 @@ def trace(
         two with the smaller variance in a pilot, and as many draws as `tolerance` takes.
     tolerance : of an estimated block the standard error is to be at most this share of its trace
         (of |Tr H| or of Tr G, whichever is larger), or a fifth of it of the Gauss–Newton trace of
-        the network; by default 0.05. Draws end before that if they have cost 100 gradients. If it
-        is given, a trace that could be had exactly is estimated too where that is cheaper: of the
-        directions of every sample the largest, those that matter and a few of the rest, or
-        random mixes of the rest where there are many (200 classes and more), until the standard
-        error of every block, and of their sum, is small enough. Where it is not cheaper, or another
-        block has to be estimated anyway, the trace is exact; the notes tell which.
+        the network; by default 0.05. Draws end before that if they have cost 100 gradients, which
+        the first note and a warning tell, with what it would take. If it is given, a trace that
+        could be had exactly is estimated too where that is cheaper: of the directions of every
+        sample the largest, those that matter and a few of the rest, or random mixes of the rest
+        where there are many (200 classes and more), until the standard error of every block, and of
+        their sum, is small enough. Where it is not cheaper, or another block has to be estimated
+        anyway, the trace is exact; the notes tell which.
     samples : "all", or "auto" for growing random parts of the data, until `Trace.interval` reaches
         at most 2 `tolerance` of the total to either side: it holds the total on all samples with a
         probability of 95 % (`saltflat.subsample` says how, and what it cannot know). Every sample
@@ -95,7 +97,9 @@ def trace(
     max_directions : outputs with more directions a sample than this are sketched.
     memory_budget : bytes that a chunk of samples may take.
     dtype : compute in this dtype; half precision models are computed in float32 by default.
-    unpack, output : callables that split an item of the data, and choose the outputs.
+    unpack : callable that splits an item of the data into inputs and targets.
+    output : which of what the model returns are the outputs: the name of an entry or attribute, the
+        place in a tuple, or a callable that is given all; by default a tensor, or its logits.
     distributed, progress : as in `measure`.
 
     Examples
@@ -133,6 +137,8 @@ def trace(
             _warn(findings)
             return estimate
     risk, findings = find(data, settings)
+    if estimator is None:
+        _tell_shortfall(findings, "trace", settings.tolerance)
     _warn(findings)
     return Trace(**_blocks(risk, findings, "trace", curvature, float))
 
@@ -173,6 +179,8 @@ def diagonal(
     asked = _asked("diagonal", curvature, seed, settings, estimator=estimator)
     with _risk(distributed, asked, model, data, loss, options) as risk:
         findings = _found(risk, "diagonal", curvature, estimator, settings, seed, progress)
+    if estimator is None:
+        _tell_shortfall(findings, "diagonal", settings.tolerance)
     _warn(findings)
     return Diagonal(**_blocks(risk, findings, "diagonal", curvature, Tensor.cpu))
 
@@ -270,10 +278,14 @@ def _at_work(risk: Risk, step: str, progress: bool | Callback | None) -> Iterato
         yield
 
 
-def _block(risk: Risk, block: str | None) -> list[str]:
+def _block(risk: Risk, block: Any) -> list[str]:
     """The parameters of one block, or all of them."""
     if block is None:
         return list(risk.parameters)
+    if not isinstance(block, str):
+        own = next((n for n, p in risk.parameters.items() if p is block), "fc.weight")
+        got = type(block).__name__
+        raise InvalidType(f"A block is chosen by name. Got a {got}; pass block={own!r}.")
     if block not in risk.parameters:
         raise InvalidValue(
             f"block must name a measured parameter. Got {block!r}. "
@@ -453,6 +465,9 @@ class Operator(LinearOperator):  # type: ignore[misc]
             flat = v.detach().to("cpu", torch.float64).numpy()
             self._check(flat)
             return torch.from_numpy(super().__matmul__(flat)).to(v.device, kind)
+        if isinstance(v, list | tuple | np.ndarray):
+            v = np.asarray(v)
+            self._check(v)
         return super().__matmul__(v)
 
     def _matvec(self, v: np.ndarray) -> np.ndarray:
@@ -622,6 +637,15 @@ def _found(
     whole.foresee = lambda first, plan: whole.announce(whole.price(kinds, first, plan), first, plan)
     with _at_work(risk, kind, progress):
         return whole.find(kinds)
+
+
+def _tell_shortfall(findings: Findings, kind: Kind, tolerance: float) -> None:
+    """Say before all else that the draws ended above the tolerance, if they did."""
+    found = findings.quantities[kind]
+    total = {"the total": (found.total, found.total_stderr)}
+    if told := shortfall(tolerance, total, findings.shortfall):
+        findings.warnings.insert(0, told)
+        findings.notes.insert(0, told)
 
 
 def _warn(findings: Findings) -> None:

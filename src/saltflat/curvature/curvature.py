@@ -47,7 +47,7 @@ from saltflat.curvature.plan import (
 from saltflat.curvature.products import MatrixName, Products
 from saltflat.curvature.proof import operation
 from saltflat.curvature.rules import LinearUse, Recorder, Safe
-from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Settled, Tally
+from saltflat.curvature.sketch import FEW_DIRECTIONS, Estimation, Settled, Tally, Ways
 from saltflat.curvature.spectrum import (
     Coordinates,
     Eigenpair,
@@ -107,6 +107,8 @@ _OWN_PROBES = 32
 # A gradient is timed on so many samples, and then on more.
 _TIMED, _MANY_TIMED = 16, 256
 
+# Draws that nobody is advised to make.
+_MANY_DRAWS = 100_000
 # Gradients: what costs less is swept for, also where a tolerance is given.
 _DEAR = 70.0
 # Of a trace: of larger errors the noise of single entries biases what is made of them (a root, a
@@ -137,7 +139,8 @@ _LIKELIHOOD = (
 
 @dataclass(slots=True)
 class Findings:
-    """All that was asked for. `warnings` are what the user is to be told, `notes` includes them."""
+    """All that was asked for. `warnings` are what the user is to be told, `notes` includes them;
+    `shortfall` is by how much draws ended above the tolerance, and what it would take."""
 
     quantities: dict[Kind, Quantity] = field(default_factory=dict)
     samples: int = 0  # that were swept over, not sketched
@@ -147,6 +150,7 @@ class Findings:
     calls: Signature = ()
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    shortfall: str = ""
 
     def say(self, note: str) -> None:
         self.warnings.append(note)
@@ -652,6 +656,28 @@ class _Search:
                 "values have no more digits than that"
             )
 
+    def _tell_excess(self, done: Estimation, draws: int, ways: Ways) -> None:
+        """By how much draws ended above the tolerance, and what it would take, if they did."""
+        if not (excess := done.excess):
+            return
+        worst = max(excess, key=lambda name: excess[name])
+        more = float(f"{draws * excess[worst] ** 2:.1e}")
+        price = float(f"{more * ways.cost(not done.known):.1e}")
+        probes = len(ways.probed) > len(ways.propagated)
+        by = "ActivationProbes" if probes else "PropagatedCurvature"
+        advice = f"About {more:,.0f} draws, {price:,.0f} gradients, should do for these: "
+        advice += f"estimator=saltflat.{by}(draws={more:.0f})."
+        other = (
+            " curvature='ggn' measures the Gauss–Newton matrix instead, whose draws scatter less."
+        )
+        self.findings.shortfall = (
+            f"{draws} draws, as at most {self.settings.gradients:.0f} gradients pay for, leave "
+            f"{len(excess)} of {len(done.requests)} estimated blocks with standard errors of up to "
+            f"{excess[worst]:.2g} times what is allowed ({worst}). "
+            + (advice if more <= _MANY_DRAWS else f"More than {_MANY_DRAWS:,} draws would do.")
+            + (other if self.hessian else "")
+        )
+
     def _note_underflow(self) -> None:
         """Tell of blocks whose squares are too small for their type: a mean entry of its least
         normal numbers, or 0 though the outputs move with the parameter.
@@ -879,11 +905,13 @@ class _Search:
         if self.hessian and not self.shared_noise:
             refutation = self._estimated({**curved, **rest})
         else:
-            done = self._estimation(curved, frozenset()).run()
+            estimation = self._estimation(curved, frozenset())
+            done = estimation.run()
             if isinstance(done, Refutation):
                 return done
             assert done is not None
-            tally, _ = done
+            tally, ways = done
+            self._tell_excess(estimation, tally.count, ways)
             note = self._crowd_note(tally.count)
             self.findings.say(note)
             self._add_draws(tally, self.plan.rules, dict.fromkeys(curved, note))
@@ -930,11 +958,13 @@ class _Search:
                 return refutation
             known = {} if refutation else fetched(sweep.values())
         curved = frozenset(name for name in requests if name in self.plan.curved)
-        done = self._estimation(requests, curved, known, count if known else 0).run()
+        estimation = self._estimation(requests, curved, known, count if known else 0)
+        done = estimation.run()
         if isinstance(done, Refutation):
             return done
         assert done is not None
         tally, ways = done
+        self._tell_excess(estimation, tally.count, ways)
         rules = {name: ways.rule(name) for name in requests}
         reasons = {name: self.reasons[name] + ways.reason(name) for name in requests}
         if self.crowd:

@@ -541,6 +541,7 @@ class Estimation:
     strict: bool = False  # within the tolerance, the sum of all blocks too, or not at all
     spent: float = field(default=_LOOK, init=False)  # gradients
     piloted: float = field(default=1.0, init=False)  # the share of the samples in pilots
+    excess: dict[str, float] = field(default_factory=dict, init=False)  # errors over the tolerance
 
     def run(self) -> tuple[Tally, Ways] | Refutation | None:
         """Draw until all errors are within the tolerance, or the budget is spent.
@@ -572,7 +573,18 @@ class Estimation:
             tally.add(done, self.groups)
             if self.fixed is None and self._enough(tally, gauss_newton, tally.count):
                 return tally, ways
+        if self.fixed is None:
+            self.excess = self._excess(tally, gauss_newton)
         return None if self.strict else (tally, ways)
+
+    def _excess(self, tally: Tally, gauss_newton: Mapping[str, float]) -> dict[str, float]:
+        """Standard errors as multiples of what the tolerance allows, where they are more."""
+        whole = sum(gauss_newton.values()) + self.elsewhere
+        ratios = {
+            name: tally.error(name)[0] / self._target(tally.value(name), gauss_newton[name], whole)
+            for name in tally.names
+        }
+        return {name: ratio for name, ratio in ratios.items() if ratio > 1}
 
     def _next(self, tally: Tally, ways: Ways, gauss_newton: Mapping[str, float]) -> int:
         """How many draws there are to be at the next checkpoint; no more, if none are paid for.

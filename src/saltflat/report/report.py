@@ -16,13 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from saltflat.bibliography import bibtex
-from saltflat.errors import InvalidValue, NotMeasured, listed, nearest, optional
+from saltflat.errors import InvalidType, InvalidValue, NotMeasured, listed, nearest, optional
 from saltflat.measurement import Measurement
 from saltflat.printed import Printed
 from saltflat.report import html, sections, store
 from saltflat.report.provenance import Provenance
 from saltflat.report.standing import Standing
-from saltflat.report.verdict import SAME, Verdict, alike, judged
+from saltflat.report.verdict import SAME, Verdict, alike, judged, without_minimum
 from saltflat.report.words import ASK, absent, gradients, invariance, settings
 from saltflat.result import Density, Diagonal, Results
 
@@ -156,6 +156,11 @@ class Report(Results[Measurement]):
 
     def compare(self, other: Report, names: tuple[str, str] = ("this", "other")) -> Comparison:
         """The two side by side, and whether that is meaningful."""
+        if not isinstance(other, Report):
+            raise InvalidType(
+                f"A report is compared with another report. Got {type(other).__name__}; measure it "
+                "first, or write sf.compare({'a': model, 'b': model}, data)."
+            )
         return Comparison({names[0]: self, names[1]: other})
 
     def layers(self) -> Grid:
@@ -254,6 +259,7 @@ class Report(Results[Measurement]):
 
     def _captions(self, wide: bool, sampled: bool, below: bool) -> list[str]:
         lines = [] if self.standing is None else [str(self.standing)]
+        lines += self.notes
         if below:
             kinds = (f"{m.name} {invariance(m.invariant_to, short=True)}" for m in self.values())
             lines.append(f"invariant to: {'; '.join(kinds)}")
@@ -269,7 +275,7 @@ class Report(Results[Measurement]):
             if spent := sum(self.provenance.gradients.values()):
                 lines.append(f"cost: {spent:.0f} gradients")
         notes = [f"{m.name}: {note}" for m in self.values() for note in m.notes]
-        return [*lines, *self.notes, *notes]
+        return [*lines, *notes]
 
 
 _COLUMNS = "measure", "value", "certainty", "sampling", "cost, gradients", "invariant to", "with"
@@ -304,6 +310,11 @@ class Comparison(Results[Report]):
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reports, Mapping):
+            raise InvalidType(
+                "A Comparison needs a mapping from names to reports, e.g. {'sgd': a, 'sam': b}. "
+                f"Got {type(self.reports).__name__}."
+            )
         if not self.reports:
             raise InvalidValue("There is nothing to compare: no reports were given.")
 
@@ -388,7 +399,8 @@ class Comparison(Results[Report]):
         return store.decoded(cls, content, f"{path} is a damaged comparison", _all_upgraded)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each model and measure, as in `Report.to_pandas`, with the losses.
+        """One row for each model and measure, as in `Report.to_pandas`, with the losses, and the
+        answers to whether they are minima (`Standing.word`).
 
         Models that failed have no row; the frame's `attrs["failed"]` has them.
         """
@@ -396,7 +408,9 @@ class Comparison(Results[Report]):
         for name, report in self.items():
             frame = report.to_pandas().reset_index()
             frame.insert(0, "model", name)
-            frame["loss"] = nan if report.standing is None else report.standing.loss
+            stand = report.standing
+            frame["loss"] = nan if stand is None else stand.loss
+            frame["a minimum?"] = "" if stand is None else stand.word
             frames.append(frame)
         joined: pandas.DataFrame = optional("pandas", "A DataFrame").concat(frames)
         joined = joined.set_index(["model", "measure"])
@@ -495,13 +509,18 @@ class Comparison(Results[Report]):
             if report.provenance.population:
                 parts.setdefault(report.provenance.used, []).append(name)
         lines += [f"on {used}, drawn at random: {_joined(who)}" for used, who in parts.items()]
+        for measure in self.measures:
+            found = {name: r[measure] for name, r in self.items() if measure in r}
+            if unsure := [name for name, m in found.items() if not m.sign_known]:
+                lines.append(f"sign of {measure} unknown, within its error: {_joined(unsure)}")
         lines += [f"{' and '.join(group)} are the same function" for group in self._twins()]
-        if away := [name for name, s in self.standing.items() if s and not s.minimum]:
-            lines.append(f"not at a minimum, and so not comparable: {_joined(away)}")
+        away = without_minimum(self.standing)
+        lines += [f"{what}, and so not comparable: {_joined(who)}" for what, who in away.items()]
+        apart = {name for who in away.values() for name in who}
         reasons: dict[str, dict[str, None]] = {}
         for v in self.verdicts:
             who = v.measure if v.word == "flatter" else f"{v.first} and {v.second}"
-            if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & {*away}:
+            if v.reason and v.reason not in SAME.values() and not {v.first, v.second} & apart:
                 reasons.setdefault(v.reason, {})[who] = None
         told = [f"{_joined(who)}: {reason}" for reason, who in reasons.items()]
         lines += told if len(told) <= _TOLD else [*told[:_TOLD], "and more: see verdicts"]

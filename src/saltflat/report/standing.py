@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ _AT, _NEAR = 0.01, 0.1
 _MOST, _LEAST = 0.01, 0.001
 # The share of the loss that nothing downhill takes where the gradient vanishes.
 _STILL = 1e-6
+# Whether it is a minimum: the answer in tables and files, and what a sentence calls it.
+Word = Literal["yes", "nearly", "stationary", "not shown", "no"]
+PHRASES: Mapping[Word, str] = {
+    "yes": "a minimum",
+    "nearly": "nearly a minimum",
+    "stationary": "a stationary point, perhaps a minimum",
+    "not shown": "not shown to be a minimum",
+    "no": "not a minimum",
+}
 # Rows of outputs that are probabilities add up to 1 to within this.
 _ONE = 1e-4
 # Frequencies of the cosines that outputs are projected on; nothing depends on what they are.
@@ -49,16 +59,17 @@ class Standing(Told):
     along −θ² ∘ ∇L, a line that no rescaling of the parameters changes, to where it is lowest
     (`saltflat.landscape.descend`; at most three places are tried). It is
 
-    - "not a minimum" if that takes more than 1 % of the chance level, or more than 10 % of the loss
-      and 0.1 % of the chance level (of a loss without a chance level, 10 % of the loss),
-    - "a minimum" if it takes at most 1 % of the loss, and "nearly a minimum" between,
-    - "stationary" if it takes nothing: the gradient vanishes, which it does at saddles too, and a
-      second line, from beside the model, has found no lower loss either,
-    - "not shown to be a minimum" if the loss is no lower than that of the best constant outputs,
-      whatever the line says: symmetry holds a network there whose weights are 0.
+    - "no", not a minimum, if that takes more than 1 % of the chance level, or more than 10 % of the
+      loss and 0.1 % of the chance level (of a loss without a chance level, 10 % of the loss),
+    - "yes", a minimum, if it takes at most 1 % of the loss, and "nearly" between,
+    - "stationary", perhaps a minimum, if it takes nothing: the gradient vanishes, which it does at
+      saddles too, and a second line, from beside the model, has found no lower loss either,
+    - "not shown" to be a minimum if it takes so little, but the loss is no lower than that of the
+      best constant outputs: symmetry holds a network there whose weights are 0.
 
-    A decrease was seen, so that "not a minimum" is certain; "a minimum" says that these lines found
-    no more. Negative curvature is not looked for. The limits are conventions.
+    A decrease was seen, so that "no" is certain; "yes" says that these lines found no more.
+    Negative curvature is not looked for. The limits are conventions. `word` is the answer, which
+    tables, pages and files have under "a minimum?"; `verdict` is a sentence, with what was seen.
 
     Attributes
     ----------
@@ -92,6 +103,9 @@ class Standing(Told):
     decrease: float
     outputs: tuple[float, ...] = ()
 
+    #: What files say beside the fields, of which it follows.
+    derived: ClassVar[tuple[str, ...]] = ("word", "minimum", "verdict")
+
     @property
     def minimum(self) -> bool:
         """Whether it is a minimum, or nearly one, as far as was seen; never at chance level."""
@@ -120,13 +134,18 @@ class Standing(Told):
         return self.chance is not None and self.loss >= self.chance * (1 - 1e-6) > 0
 
     @property
-    def word(self) -> Literal["yes", "nearly", "stationary", "no"]:
+    def word(self) -> Word:
         """Whether it is a minimum, in a word."""
         if not self.minimum:
-            return "no"
+            return "not shown" if self._low else "no"
         if self.share <= _STILL and self.loss:
             return "stationary"
         return "yes" if self.share <= _AT else "nearly"
+
+    @property
+    def phrase(self) -> str:
+        """What it is called, e.g. `nearly a minimum`."""
+        return PHRASES[self.word]
 
     @property
     def verdict(self) -> str:
@@ -134,17 +153,15 @@ class Standing(Told):
         norm = f"(gradient norm {self.gradient_norm:.2g})"
         still = f"the gradient vanishes, and no lower loss was seen nearby {norm}"
         if self.word == "stationary":
-            return f"a stationary point, perhaps a minimum: {still}"
+            return f"{self.phrase}: {still}"
         found = f"{100 * self.share:.2g} %" if self.share <= 1 else f"{self.decrease:.2g}"
         if self.word == "nearly" and self.share > _NEAR and self._whole is not None:
             found += f", which is {100 * self._whole:.2g} % of the chance level"
         text = f"a step downhill lowers the loss by {found} {norm}"
         if not self.above_chance:
-            word = {"yes": "a", "nearly": "nearly a", "no": "not a"}[self.word]
-            return f"{word} minimum: {text}"
-        word = "not shown to be" if self._low else "not"
+            return f"{self.phrase}: {text}"
         text = still if self.share <= _STILL else text
-        return f"{word} a minimum: {text}; the loss is at or above chance level, {self.chance:.4g}"
+        return f"{self.phrase}: {text}; the loss is at or above chance level, {self.chance:.4g}"
 
     def same_function(self, other: Standing, digits: float) -> bool:
         """Whether the outputs are the same but for rounding, relative errors of `digits`.

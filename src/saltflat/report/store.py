@@ -33,7 +33,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return plain(value.item())
     if is_dataclass(value) and not isinstance(value, type):  # before mappings, which it may be too
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        names = [*(f.name for f in fields(value)), *getattr(value, "derived", ())]
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, frozenset | set):
@@ -114,6 +115,8 @@ def decoded(kind: type[T], content: Any, complaint: str, upgrade: Upgrade = dict
 def read(path: str | Path, kind: str = "") -> dict[str, Any]:
     """The content of a file that `save` wrote, which must be of this kind, if one is given."""
     what = _a(kind or "result")
+    if Path(path).suffix == ".html":
+        raise InvalidValue(f"{path} is a page, which is to be looked at: save {what} as .json too.")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

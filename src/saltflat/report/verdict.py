@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import hypot, inf
 from typing import TYPE_CHECKING, Literal, final
@@ -14,6 +15,7 @@ from saltflat.printed import Told
 if TYPE_CHECKING:
     from saltflat.report.provenance import Provenance
     from saltflat.report.report import Report
+    from saltflat.report.standing import Standing
 
 Word = Literal["flatter", "not distinguishable", "same function", "not comparable"]
 
@@ -148,15 +150,23 @@ def _models(names: tuple[str, str], reports: tuple[Report, Report]) -> str:
     first, second = stands
     if first is None or second is None:
         return ""
-    away = [n for n, s in zip(names, (first, second), strict=True) if not s.minimum]
-    if away:
-        return f"{' and '.join(away)} {'are' if len(away) > 1 else 'is'} not at a minimum"
+    if away := without_minimum(dict(zip(names, stands, strict=True))):
+        return "; ".join(f"{phrase}: {' and '.join(who)}" for phrase, who in away.items())
     apart = abs(first.loss - second.loss)
     error = hypot(first.sampling or 0.0, second.sampling or 0.0)
     low, high = sorted((abs(first.loss), abs(second.loss)))
     if high > _LEVEL * low and apart > _ERRORS * error:
         return f"the loss level differs: {first.loss:.3g} and {second.loss:.3g}"
     return ""
+
+
+def without_minimum(stands: Mapping[str, Standing | None]) -> dict[str, list[str]]:
+    """Those that are no minimum or not shown to be one, by what each is called."""
+    away: dict[str, list[str]] = {}
+    for name, stand in stands.items():
+        if stand is not None and not stand.minimum:
+            away.setdefault(stand.phrase, []).append(name)
+    return away
 
 
 def _same_function(reports: tuple[Report, Report]) -> bool:

@@ -207,6 +207,7 @@ class Element:
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """A deep copy of the model, rescaled; the model itself stays as it is."""
+        unwrap(model)  # which refuses what is no model
         if self.exponents.uncopied:
             raise ModelError(self.exponents.uncopied)
         moved = duplicate(model)

@@ -22,12 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from saltflat.errors import ModelError, SaltflatError
 from saltflat.memory import fails_again, out_of_memory
-from saltflat.risk import answer_of, unwrap
+from saltflat.risk import Chooser, Output, answer_of, unwrap
 from saltflat.session import RandomState, TensorValues, arguments, lend
 from saltflat.symmetries.element import Element, duplicate
 from saltflat.symmetries.group import Group
 
-Output = Callable[[Any], Any]
 Values = Mapping[str, Tensor] | Callable[[str], Tensor | None]
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -93,7 +92,7 @@ class Evaluation:
         self,
         model: nn.Module,
         example: Any,
-        output: Output,
+        output: Chooser,
         random: RandomState,
         mode: Any,
         differentiable: bool,
@@ -205,7 +204,7 @@ def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
 def evaluation(
     model: nn.Module,
     example: Any,
-    output: Output,
+    output: Chooser,
     *,
     wide: bool,
     differentiable: bool = False,
@@ -293,7 +292,7 @@ def check_copy(
     model: nn.Module,
     copied: nn.Module,
     example: Any,
-    output: Output,
+    output: Chooser,
     values: TensorValues | None = None,
 ) -> None:
     """Refuse a copy that computes with the parameters of the model that it was made of.
@@ -371,7 +370,7 @@ def confirm(
     group: Group,
     model: nn.Module,
     example: Any,
-    output: Output,
+    output: Chooser,
     *,
     steady: bool,
     values: TensorValues | None = None,

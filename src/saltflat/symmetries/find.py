@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from saltflat.errors import InvalidType, InvalidValue, ModelError
-from saltflat.memory import fails_again, out_of_memory
-from saltflat.risk import Unpack, answer_of, check_finite, check_parameters, unwrap
+from saltflat.errors import ForwardError, InvalidType, InvalidValue, ModelError
+from saltflat.losses import summary
+from saltflat.memory import fails_again, ordinary, out_of_memory
+from saltflat.risk import Chooser, Output, Unpack, answer_of, check_finite, check_parameters, unwrap
 from saltflat.session import TensorValues, arguments, values_of
 from saltflat.sharded import ADVICE, parameters_of, refuse_sharded
 from saltflat.symmetries.assemble import Assembly, Basis
@@ -29,7 +29,7 @@ def symmetries(
     model: nn.Module,
     example: Any,
     *,
-    output: Callable[[Any], Any] | None = None,
+    output: Output | None = None,
     parameters: str = "all",
     unpack: Unpack | None = None,
 ) -> Group:
@@ -50,7 +50,7 @@ def symmetries(
         `labels`, is inputs where the signature of `forward` takes it, and inputs with targets
         otherwise; `[(a, b)]` is always data. Use sequences of two tokens or more: on one token
         position encodings are not seen.
-    output : chooses the tensors that count as the answer, as elsewhere.
+    output : chooses the tensors that count as the answer, as in `trace`.
     parameters : "all", or "trainable" to keep frozen parameters where they are.
     unpack : splits an item of the data, as elsewhere.
 
@@ -105,9 +105,7 @@ def _checked(model: nn.Module, parameters: str) -> tuple[nn.Module, set[str]]:
     return inner, movable
 
 
-def _trace(
-    model: nn.Module, example: Any, output: Callable[[Any], Any], values: TensorValues
-) -> Tape:
+def _trace(model: nn.Module, example: Any, output: Chooser, values: TensorValues) -> Tape:
     try:
         with evaluation(model, example, output, wide=False, differentiable=True, values=values):
             return record(Answer(model, output), *arguments(example), RULES)
@@ -116,6 +114,12 @@ def _trace(
             "The model cannot be run on the inputs: a tensor for model(x), a tuple for model(*x) "
             f"or a dict for model(**x). Got {type(example).__name__}; the "
             f"model said: {error}"
+        ) from error
+    except RuntimeError as error:
+        if not ordinary(error):
+            raise
+        raise ForwardError(
+            f"The model failed on the example, given {summary(example)}: {error}"
         ) from error
 
 
@@ -135,7 +139,7 @@ def _shared(tape: Tape, named: dict[str, nn.Parameter]) -> set[str]:
     return {n for at, names in owners.items() if at in pointers or len(names) > 1 for n in names}
 
 
-def _uncopied(model: nn.Module, example: Any, output: Callable[[Any], Any]) -> str:
+def _uncopied(model: nn.Module, example: Any, output: Chooser) -> str:
     """Why elements cannot be applied to a copy of the model, or nothing."""
 
     def check() -> None:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
+from saltflat.checks import check_seed
 from saltflat.errors import InvalidValue, nearest
 from saltflat.measurement import Symmetry
 from saltflat.printed import Printed
@@ -149,7 +150,7 @@ class Group(Printed):
         return self.element((low + (high - low) * self._draws(seed)).log())
 
     def _draws(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(check_seed(seed))
         return torch.rand(len(self), generator=generator, dtype=torch.float64)
 
     def alpha_scaling(self, alphas: Mapping[str, float]) -> Element:

@@ -104,7 +104,7 @@ class Answer(nn.Module):
         output = self._output(self.model(*args, **kwargs))
         answers = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         if not answers:
-            raise ModelError("The model's outputs hold no tensor; pass output=callable.")
+            raise ModelError("The model's outputs hold no tensor; pass output= to choose others.")
         return answers
 
 

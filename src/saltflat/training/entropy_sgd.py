@@ -9,14 +9,14 @@ from math import sqrt
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from saltflat.checks import check_integer, check_number
 from saltflat.curvature import mixed
-from saltflat.errors import InvalidValue
+from saltflat.errors import InvalidType, InvalidValue
 from saltflat.sharded import held, refuse_flattened, shard_like
 from saltflat.training.perturbing import FrozenStatistics, refuse_wrapped_closure
 from saltflat.vectors import copies, put
@@ -73,7 +73,7 @@ class EntropySGD(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
+        lr: float | Tensor | None = None,
         steps: int = 20,
         gamma: float = 1e-4,
         noise: float = 1e-4,
@@ -89,6 +89,11 @@ class EntropySGD(Optimizer):
         freeze_batchnorm: bool = True,
         seed: int = 0,
     ) -> None:
+        if isinstance(params, nn.Module):
+            raise InvalidType(
+                "EntropySGD takes parameters, as the optimizers of torch do. Got "
+                f"{type(params).__name__}; write EntropySGD(model.parameters(), lr=0.1)."
+            )
         self.steps = check_integer("steps", steps)
         self.freeze_batchnorm = freeze_batchnorm
         if check_number("averaging", averaging, above=True) > 1:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from saltflat.curvature import Hutchinson, mixed
 from saltflat.errors import InvalidType, InvalidValue, ModelError, listed
-from saltflat.losses import LossLike, resolve
+from saltflat.losses import LossLike, resolve, summary
 from saltflat.risk import Output, answer_of, unwrap
 from saltflat.sharded import unsharded
 from saltflat.training.fam.capture import Capture, Forward, LayerCall, named_layers
@@ -54,7 +54,8 @@ class FAM:
     loss : the loss whose flatness is meant: a name, a module or a callable, as in `saltflat.trace`.
     estimator : `Hutchinson(probes, seed)` estimates the penalty, without bias, in place of
         computing it; with new random signs at every call.
-    output : picks the outputs out of what the model returns; by default a tensor, or its logits.
+    output : which of what the model returns are the outputs: the name of an entry or attribute, the
+        place in a tuple, or a callable; by default a tensor, or its logits.
 
     The penalty is that of the last forward pass of the model that ran with gradients: in training
     mode, on that batch, with its dropout masks. A convolution with groups is the sum over its
@@ -189,7 +190,7 @@ class FAM:
     def __call__(self, targets: Any) -> Tensor:
         """`strength` × the penalty of the last forward pass; its activations are then freed."""
         forward = self._capture.take()
-        outputs = self._output(forward.returned)
+        outputs: Tensor = self._output(forward.returned)
         self._calls += 1
         if self._strength == 0.0 or self._share == 0.0:  # adds nothing, not even 0 × infinity
             self._last, self._factor = {}, 0.0
@@ -254,8 +255,8 @@ class FAM:
         """The one call of every layer, checked."""
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point() or outputs.ndim == 0:
             raise ModelError(
-                "The outputs must be a floating point tensor with a row for each sample; pass "
-                "output=callable."
+                "The outputs must be a floating point tensor with a row for each sample. Got "
+                f"{summary(outputs)}; pass output= the name of the entry that is, or a callable."
             )
         result = {}
         for name, layer in self._layers.items():
