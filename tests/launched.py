@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,14 @@ def divided_in_secret() -> Any:
     return batches()[rank_of() :: 2]
 
 
+def shorter_on_one() -> Any:
+    return DataLoader(TensorDataset(*(t[rank_of() :] for t in dataset().tensors)), batch_size=4)
+
+
+def leaving_on_one() -> Any:
+    return batches() if rank_of() == 0 else sys.exit(7)
+
+
 def broken_on_one() -> Any:
     if rank_of() == 1:
         raise FileNotFoundError("no such disk")
@@ -143,20 +152,12 @@ def interrupted_on_one() -> Any:
     return batches()
 
 
-def dead(where: str) -> Callable[..., Any]:
-    """Ends rank 1 as `kill -9` does."""
+def killed_on_one(item: Any) -> Any:
+    """Ends rank 1 amid a pass, as the system does for want of memory."""
+    if rank_of() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
 
-    def act(*given: Any) -> Any:
-        if rank_of() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return given[0] if given else batches()
-
-    act.__name__ = act.__qualname__ = where
-    return act
-
-
-dead_while_loading = dead("loading")
-dead_while_reading = dead("reading")
 
 ME = f"{__file__}:"
 FEW = ["--measures", "hessian_trace,rho,sam_sharpness"]
@@ -168,7 +169,7 @@ SAME: dict[str, Command] = {
     "some tensors": ["measure", f"{ME}relu", "--data", "data.npz", "--samples", "9", *FEW],
     "estimates": ["measure", f"{ME}tanh", "--data", "data.npz", *FEW],
     "loader": ["measure", f"{ME}normalised", "--data", f"{ME}loader", *BATCHES],
-    "first of a loader": ["measure", f"{ME}tanh", "--data", f"{ME}loader", "--samples", "11"],
+    "first of a loader": ["measure", f"{ME}tanh", "--data", f"{ME}loader", "--samples", "11", *FEW],
     "shuffled": ["measure", f"{ME}tanh", "--data", f"{ME}shuffled", *FEW],
     "shuffled otherwise": ["measure", f"{ME}tanh", "--data", f"{ME}otherwise_shuffled", *FEW],
     "one batch": ["measure", f"{ME}relu", "--data", f"{ME}one_batch", *FEW],
@@ -177,7 +178,7 @@ SAME: dict[str, Command] = {
     "dataset": ["measure", f"{ME}tanh", "--data", f"{ME}dataset", *FEW],
     "sampler": ["measure", f"{ME}tanh", "--data", f"{ME}with_sampler", *FEW],
     "by rank": ["measure", f"{ME}tanh", "--data", f"{ME}by_rank", *FEW],
-    "tolerance": ["measure", f"{ME}tanh", "--data", f"{ME}loader", "--tolerance", "0.2"],
+    "tolerance": ["measure", f"{ME}tanh", "--data", f"{ME}loader", "--tolerance", "0.2", *FEW],
     "compare": ["compare", f"a={ME}relu", f"b={ME}tanh", "--data", f"{ME}shuffled", *FEW],
     "audit": ["audit", f"{ME}relu", "--data", f"{ME}loader", "--elements", "1", *FEW[:1], "rho"],
     "landscape": ["landscape", f"{ME}relu", "--data", f"{ME}loader", "--points", "3"],
@@ -189,6 +190,12 @@ REFUSED: dict[str, tuple[Command, int, str]] = {
         ["measure", f"{ME}relu", "--data", f"{ME}broken_on_one"],
         3,
         "no such disk (.*) This happened on rank 1 of 2",
+    ),
+    "exit": (["measure", f"{ME}relu", "--data", f"{ME}leaving_on_one"], 3, "SystemExit .* 7"),
+    "length": (
+        ["measure", f"{ME}relu", "--data", f"{ME}shorter_on_one"],
+        1,
+        "23 samples.* and rank 1 22 samples",
     ),
     "no data": (["measure", f"{ME}relu"], 2, "--data"),
     "padded": (["measure", f"{ME}relu", "--data", f"{ME}padded"], 1, "repeats 1 of 23"),
@@ -222,14 +229,10 @@ REFUSED: dict[str, tuple[Command, int, str]] = {
     "interrupted": (["measure", f"{ME}relu", "--data", f"{ME}interrupted_on_one"], 130, "nterrup"),
 }
 
-# Ends rank 1, so that nothing can come after it in these processes.
-KILLED = {
-    "loading": ["measure", f"{ME}relu", "--data", f"{ME}dead_while_loading"],
-    "reading": [
-        *("measure", f"{ME}relu", "--data", f"{ME}batches"),
-        *("--unpack", f"{ME}dead_while_reading"),
-    ],
-}
+# After which rank 1 is not there for another one.
+KILLED: Command = [
+    *("measure", f"{ME}relu", "--data", f"{ME}batches", "--unpack", f"{ME}killed_on_one")
+]
 
 
 def launched(rank: int, folder: str, name: str, command: Command) -> tuple[int, str, str]:
@@ -254,11 +257,4 @@ def work(rank: int, world: int, folder: str) -> None:
         attempt(name, partial(launched, rank, folder, name, saving))
     for name, (command, _, _) in REFUSED.items():
         attempt(name, partial(launched, rank, folder, name, command))
-
-
-def killed(rank: int, world: int, folder: str) -> None:
-    """One command in which rank 1 dies."""
-    torch.set_num_threads(1)
-    name = Path(folder).name
-    attempt = ranks.Attempts(f"{folder}/{rank}.pt")
-    attempt(name, partial(launched, rank, folder, name, KILLED[name]))
+    attempt("killed", partial(launched, rank, folder, "killed", KILLED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 Results = list[dict[Any, Any]]
 
 
-def begun(folder: Path, work: Callable[[int, int, str], None]) -> Results:
-    """The results of two ranks, in a folder with data, and a store for every command."""
-    names = [*launched.SAME, *launched.REFUSED, *launched.KILLED]
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    """The results of all commands, and where they are: data, and a store for every command."""
+    folder = tmp_path_factory.mktemp("launched")
+    names = [*launched.SAME, *launched.REFUSED, "killed"]
     stores = {n: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for n in names}
     ports = {name: str(store.port) for name, store in stores.items()}
     (folder / "ports.json").write_text(json.dumps(ports))
     x, y = launched.dataset().tensors
     np.savez(folder / "data.npz", x=x.numpy(), y=y.numpy())
     (folder / "gone").mkdir()
-    return ranks.started(2, folder, work)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
-    """The results of all commands, and where they are."""
-    folder = tmp_path_factory.mktemp("launched")
-    return folder, begun(folder, launched.work)
+    return folder, ranks.started(2, folder, launched.work)
 
 
 def content(result: Any) -> Any:
@@ -92,16 +87,13 @@ def test_an_error_ends_all_and_is_told_once(world: tuple[Path, Results], name: s
     assert outputs[1] == ""
 
 
-@pytest.mark.parametrize("name", launched.KILLED)
-def test_a_rank_that_is_killed(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name
-    folder.mkdir()
-    first, second = begun(folder, launched.killed)
-    assert not second
-    code, _, told = first[name]
+def test_a_process_that_is_killed_ends_the_others(world: tuple[Path, Results]) -> None:
+    _, (first, second) = world
+    assert "killed" not in second
+    code, _, told = first["killed"]
     assert code == 1
-    assert "A rank is gone" in told
-    assert first["seconds", name] < 60
+    assert told.startswith("saltflat: A rank is gone")
+    assert first["seconds", "killed"] < 60
 
 
 def refusal(*arguments: str) -> str:
@@ -145,6 +137,19 @@ def test_one_process_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert not torch.distributed.is_initialized()
     one, alone = (sf.Report.load(tmp_path / name) for name in ("one.json", "alone.json"))
     assert one.measurements == alone.measurements
+
+
+def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**place, **agent}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("saltflat.cli.running._MEETING", timedelta(seconds=1))
+    done = CliRunner().invoke(app, [*MEASURE, "--distributed"])
+    assert done.exit_code == 1
+    assert "The 2 processes did not meet at 127.0.0.1" in done.stderr
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(

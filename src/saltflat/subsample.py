@@ -305,26 +305,29 @@ class _Ordered:
             order = fixed_order(loader, self._state, most)
         finally:
             self._state.restore()
-        order = reduction.each(lambda: order if reduction.rank == 0 else [])[0]
-        # An item that the dataset makes as a whole stays whole.
-        self.batches = order if self._cut else [[index] for index in order]
-        self.sizes = [len(batch) for batch in self.batches]
+        self._own = sum(self._sizes(order))
+        self.batches = reduction.each(lambda: order if reduction.rank == 0 else [])[0]
+        self.sizes = self._sizes(self.batches)
+
+    def _sizes(self, batches: list[Any]) -> list[int]:
+        """In samples; or one of each item that the dataset makes as a whole, and that stays so."""
+        return [len(batch) if self._cut else 1 for batch in batches]
+
+    def _part(self, start: int, stop: int) -> list[Any]:
+        return stretch(self.batches, start, stop) if self._cut else self.batches[start:stop]
 
     def stretch(self, start: int, stop: int) -> DataLoader[Any]:
-        return self._reading(stretch(self.batches, start, stop))
-
-    def _reading(self, batches: list[Any]) -> DataLoader[Any]:
-        return in_order(self.loader, batches if self._cut else [each[0] for each in batches])
+        return in_order(self.loader, self._part(start, stop))
 
     def print(self) -> str:
         """By which ranks see whether they have the same data: some of the samples."""
         size = sum(self.sizes)
-        places = sorted({0, size // 2, size - 1}) if size else []
+        places = sorted({0, size // 2, size - 1}) if size == self._own > 0 else []
         try:
-            few = list(self._reading([b for k in places for b in stretch(self.batches, k, k + 1)]))
+            few = list(in_order(self.loader, [b for k in places for b in self._part(k, k + 1)]))
         finally:
             self._state.restore()
-        return f"{size} samples, {in_words(few)}"
+        return f"{self._own} samples, {in_words(few)}"
 
 
 def shard(

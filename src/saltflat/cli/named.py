@@ -41,7 +41,7 @@ def called(text: str, what: str, found: Any, **given: int) -> Any:
     """What the user's callable returns, called with what is given, or without arguments."""
     try:
         return found(**given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         how = " and ".join(f"{name}={value}" for name, value in given.items())
         raise LoadError(
             f"{text} raised {type(error).__name__} when it was called with{how and f' {how}'}"

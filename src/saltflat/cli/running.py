@@ -105,6 +105,9 @@ class World:
         try:
             store, _, _ = next(rendezvous("env://", timeout=_MEETING))
             self._store = PrefixStore("saltflat", store)
+            here = [f"here {rank}" for rank in range(self.size)]
+            self._store.set(here[self.rank], "")
+            self._store.wait(here, _MEETING)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=PrefixStore("group", store),
@@ -114,8 +117,10 @@ class World:
             )
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            why = (str(error) or type(error).__name__).splitlines()[0]
             raise DistributedError(
-                f"The {self.size} processes did not meet at {where}: {error}"
+                f"The {self.size} processes did not meet at {where} within {_MEETING}, as rank "
+                f"{self.rank} sees it: {why}"
             ) from error
 
     def ended(self, code: Code, tell: Callable[[], None]) -> Code:
