@@ -226,7 +226,11 @@ REFUSED: dict[str, tuple[Command, int, str]] = {
         1,
         "FileExistsError: .* on rank 0 of 2",
     ),
-    "interrupted": (["measure", f"{ME}relu", "--data", f"{ME}interrupted_on_one"], 130, "nterrup"),
+    "interrupted": (
+        ["measure", f"{ME}relu", "--data", f"{ME}interrupted_on_one"],
+        130,
+        "saltflat: interrupted",
+    ),
 }
 
 # After which rank 1 is not there for another one.

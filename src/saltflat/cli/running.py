@@ -225,8 +225,7 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
             tell = partial(_tell, "interrupted; the result is partial.")
             raise typer.Exit(voice.ended(Code.INTERRUPTED, tell)) from stop
         except KeyboardInterrupt as stop:
-            words = "interrupted before there was a result."
-            raise typer.Exit(voice.failure(stop, words, Code.INTERRUPTED)) from stop
+            raise typer.Exit(voice.failure(stop, _INTERRUPTED, Code.INTERRUPTED)) from stop
         except (typer.Exit, BrokenPipeError):
             raise
         except typer.BadParameter as error:
@@ -239,6 +238,9 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
             ASK.reset(asked)
 
 
+_INTERRUPTED = "interrupted before there was a result."
+
+
 def _code(error: Exception) -> Code:
     if isinstance(error, DistributedError) and error.interrupted:
         return Code.INTERRUPTED
@@ -248,6 +250,8 @@ def _code(error: Exception) -> Code:
 def _in_words(error: Exception, voice: Voice) -> str:
     """The message, and what to do about an error that saltflat did not raise."""
     where = "".join(f" {note}" for note in getattr(error, "__notes__", ()) if voice.world)
+    if _code(error) == Code.INTERRUPTED:
+        return f"{_INTERRUPTED}{where}"
     if isinstance(error, SaltflatError):
         return f"{error}{where}"
     words = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}{where}"
