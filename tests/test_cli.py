@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.torch_version import TorchVersion
 from typer.testing import CliRunner, Result
 
 import saltflat as sf
@@ -341,6 +342,14 @@ def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = json.loads(run("doctor", "--json").stdout)["missing"]
     assert missing["pandas"] == "pip install pandas"
     assert set(missing) <= {"pandas", "ray"}  # which few have
+    assert "several, through gloo" in run("doctor").stdout
+    assert "tensor-parallel models" in run("doctor").stdout
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.__version__", TorchVersion("2.8.0"))
+    processes = json.loads(run("doctor", "--json").stdout)["processes"]
+    assert processes["sharded"] == "fully_shard and tensor parallel need torch 2.11"
+    assert processes["rank"] == "1 of 2, as torchrun says"
     monkeypatch.setattr("saltflat.cli.doctor._trace", lambda *_: 1e9)
     assert "On cpu the trace" in run("doctor", code=1).stdout
 
@@ -487,10 +496,21 @@ def test_the_entry_point_is_the_command() -> None:
     assert project["scripts"] == {"saltflat": "saltflat_command:main"}
 
 
+# As some compiled modules do.
+SWALLOWED = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+def __getattr__(name): raise ImportError("half imported")
+"""
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path: Path, interrupted: bool) -> None:
     if interrupted:
-        (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+        (tmp_path / "torch.py").write_text(SWALLOWED)
     code = "import sys, saltflat_command as s; sys.argv = ['saltflat', '--version']; s.main()"
     path = os.pathsep.join([str(tmp_path), str(SOURCE)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +327,27 @@ def test_no_process_outlives_a_sweep(
     assert process.returncode == -how
     assert err.count("KeyboardInterrupt") == (how == signal.SIGINT), err
     assert len(list(folder.glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ctrl_c_while_a_process_is_started_is_heard(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is there and can be ended: what it waits for would never come."""
+    start = SpawnProcess.start
+
+    def interrupted(self: Any) -> None:
+        if first:
+            signal.raise_signal(signal.SIGINT)
+        start(self)
+        if not first:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        swept(tmp_path, grid(x=[1, 2, 3]), sweeps.square, workers=2)
+    assert not multiprocessing.active_children()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def _alive(pid: int) -> bool:

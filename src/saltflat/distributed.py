@@ -177,7 +177,8 @@ class Ranks(Reduction):
         if self._closed:
             return
         with suppress(DistributedError):  # the others are gone already
-            self._exchanged(pickle.dumps((_LEFT, "", _portable(error))), failed=True)
+            said = pickle.dumps((_LEFT, "", _portable(error)))
+            self._place(error, self.rank, self._exchanged(said, failed=True))
         self._closed = f"rank {self.rank} has stopped"
 
     def stopped(self) -> BaseException:
@@ -246,11 +247,12 @@ class Ranks(Reduction):
                 who = states.index(bad)
                 gone = bad == _LEFT or "" in places
                 self._closed = f"rank {who} has stopped" if gone else ""
-                interrupted = own is not None and not isinstance(own, Exception)
-                if own is not None and (interrupted or who == self.rank):
-                    raise own
-                answers[who][2].add_note(f"This happened on rank {who} of {self.ranks}.")
-                raise answers[who][2]
+                if own is not None and not isinstance(own, Exception):
+                    raise own  # an interruption
+                error: BaseException = answers[who][2]
+                error = own if own is not None and who == self.rank else error
+                self._place(error, who, answers)
+                raise error
         if len(set(places)) > 1:
             self._closed = "the ranks have lost each other"
             other = next(k for k, place in enumerate(places) if place != places[0])
@@ -259,6 +261,11 @@ class Ranks(Reduction):
                 f"{places[other]}. {_SAME}"
             )
         return [result for _, _, result in answers]
+
+    def _place(self, error: BaseException, who: int, answers: list[tuple[str, str, Any]]) -> None:
+        """Say where it happened, unless all raise the same."""
+        if any(s not in (_LEFT, _FAILED) or str(e) != str(error) for s, _, e in answers):
+            error.add_note(f"This happened on rank {who} of {self.ranks}.")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -334,7 +341,7 @@ def _portable(error: BaseException) -> BaseException:
     except Exception:  # whatever a class of the user's does when it is pickled
         pass
     told = DistributedError(f"{type(error).__name__}: {error}")
-    told.__cause__ = error
+    told.__cause__, told.interrupted = error, isinstance(error, KeyboardInterrupt)
     return told
 
 

@@ -90,7 +90,12 @@ class MissingData(LoadError):
 
 class DistributedError(SaltflatError, RuntimeError):
     """The processes of a call with distributed=True cannot go on together: one of them is gone, or
-    they do not do the same."""
+    they do not do the same.
+
+    `interrupted` says whether one was, as by Ctrl-C, which the others are told of.
+    """
+
+    interrupted = False
 
 
 class Interrupted(KeyboardInterrupt):

@@ -659,10 +659,10 @@ class Likeness:
     """
 
     def __init__(self, model: nn.Module, example: Any, run: Callable[[], Any]) -> None:
-        if torch.__version__ < _TESTED:  # compared as versions are
+        if torch.__version__ < SHARDED_SINCE:  # compared as versions are
             raise ModelError(
-                f"The model is tensor parallel, which takes torch {_TESTED} or newer: with 2.8 "
-                f"results differed from those of one process. Got torch {torch.__version__}. "
+                f"The model is tensor parallel, which takes torch {SHARDED_SINCE} or newer: with "
+                f"2.8 results differed from those of one process. Got torch {torch.__version__}. "
                 "Measure a copy built without parallelize_module, and load full_tensor() of each "
                 "parameter."
             )
@@ -751,7 +751,7 @@ class Likeness:
         return found
 
 
-_TESTED = "2.11"  # of torch
+SHARDED_SINCE = "2.11"  # of torch: of models that processes share
 _HALF = (torch.float16, torch.bfloat16)
 _DIGITS = 1000  # times the rounding of one number: sums of other parts, through many layers
 

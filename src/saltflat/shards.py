@@ -34,6 +34,8 @@ def _split(data: Any) -> tuple[Any, int, int, str] | None:
             length = len(each.dataset)  # type: ignore[arg-type]
             more = 0 if each.drop_last else each.total_size - length
             return each, each.rank, each.num_replicas, f"{more} of {length}" if more > 0 else ""
+        if isinstance(each, ShardSampler) and each.world > 1:
+            return each, each.rank, each.world, ""
         if _is_shard_of_batches(each) and each.num_processes > 1:
             return each, each.process_index, each.num_processes, _repeated_batches(each)
     return None
@@ -54,6 +56,11 @@ def _repeated_batches(shard: Any) -> str:
     filled = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
     more = -len(inner) % filled
     return f"{more} of {len(inner)}" if more else ""
+
+
+def is_shard(data: Any) -> bool:
+    """Whether a loader has a sampler that leaves samples to other ranks."""
+    return _split(data) is not None
 
 
 def one_shard(data: Any) -> str:
@@ -148,7 +155,7 @@ class ShardSampler(Sampler[int]):
         check_integer("world", world)
         if not 0 <= check_integer("rank", rank, least=0) < world:
             raise InvalidValue(f"rank must be less than world, {world}. Got {rank}.")
-        length = len(dataset)
+        self.rank, self.world, length = rank, world, len(dataset)
         self.indices = range(length * rank // world, length * (rank + 1) // world)
 
     def __iter__(self) -> Iterator[int]:

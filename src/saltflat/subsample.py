@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import hypot, sqrt
 from typing import Any, Literal, TypeVar, final, get_args
 
@@ -35,10 +36,12 @@ from torch.utils.data import DataLoader
 
 from saltflat.checks import check_choice
 from saltflat.distributed import LOCAL, Reduction
-from saltflat.errors import DataError, InvalidType
+from saltflat.errors import DataError, InvalidType, InvalidValue
+from saltflat.prints import in_words
 from saltflat.risk import Unpack, has_rows, items_of, size_of, split_item, with_entries
 from saltflat.session import RandomState
-from saltflat.watch import Kept, fixed_order, has_sampler, in_memory, in_order
+from saltflat.shards import is_shard
+from saltflat.watch import Kept, fixed_order, has_sampler, in_memory, in_order, stretch
 
 Samples = Literal["all", "auto"]
 Result = TypeVar("Result")
@@ -240,6 +243,13 @@ class _Held:
             start += size
         return parts
 
+    def stretch(self, start: int, stop: int) -> list[Any]:
+        return self.part(torch.arange(start, stop))
+
+    def print(self) -> str:
+        """By which ranks see whether they have the same data."""
+        return f"{self.size} samples, {in_words(self.items)}"
+
 
 def _size(pair: tuple[Any, Any], where: str) -> int:
     """How many samples inputs and targets hold."""
@@ -288,3 +298,104 @@ class _Indexed:
         indices = [self.indices[k] for k in chosen.tolist()]
         starts: Iterable[int] = range(0, len(indices), self.batch)
         return in_order(self.loader, [indices[k : k + self.batch] for k in starts])
+
+
+@final
+class _Ordered:
+    """The batches of a DataLoader over a dataset that is read by index, in one order on all ranks,
+    however each of them shuffles."""
+
+    def __init__(self, loader: DataLoader[Any], reduction: Reduction, most: int | None) -> None:
+        self.loader, self._cut = loader, loader.batch_sampler is not None
+        if most is not None and not self._cut:
+            raise InvalidType(
+                f"A number of samples, {most}, was asked for of a DataLoader with batch_size=None, "
+                "whose items may be of any length. Give one that makes batches, or take all."
+            )
+        self._state = RandomState(loader, torch.device("cpu"))
+        try:
+            order = fixed_order(loader, self._state, most)
+        finally:
+            self._state.restore()
+        self._own = sum(self._sizes(order))
+        self.batches = reduction.each(lambda: order if reduction.rank == 0 else [])[0]
+        self.sizes = self._sizes(self.batches)
+
+    def _sizes(self, batches: list[Any]) -> list[int]:
+        """In samples; or one of each item that the dataset makes as a whole, and that stays so."""
+        return [len(batch) if self._cut else 1 for batch in batches]
+
+    def _part(self, start: int, stop: int) -> list[Any]:
+        return stretch(self.batches, start, stop) if self._cut else self.batches[start:stop]
+
+    def stretch(self, start: int, stop: int) -> DataLoader[Any]:
+        return in_order(self.loader, self._part(start, stop))
+
+    def print(self) -> str:
+        """By which ranks see whether they have the same data: some of the samples."""
+        size = sum(self.sizes)
+        places = sorted({0, size // 2, size - 1}) if size == self._own > 0 else []
+        try:
+            few = list(in_order(self.loader, [b for k in places for b in self._part(k, k + 1)]))
+        finally:
+            self._state.restore()
+        return f"{self._own} samples, {in_words(few)}"
+
+
+def shard(
+    data: Any, reduction: Reduction, unpack: Unpack | None = None, most: int | None = None
+) -> Any:
+    """This rank's part of data that all ranks have: a stretch of their first `most` samples.
+
+    Put one after the other, the ranks' parts are the data in the order of one pass. Batches stay
+    whole where there are as many as ranks. A loader whose sampler leaves samples to other ranks
+    stays as it is.
+    """
+    items = items_of(data)
+    if is_shard(items):
+        if most is not None:
+            raise InvalidValue(
+                f"The first {most} samples cannot be had of a loader with a sampler that gives "
+                "each rank its part. Leave that sampler out, or take all samples."
+            )
+        return data
+    source: _Held | _Ordered
+    if in_memory(items):
+        source = _Held(list(items), unpack or split_item)
+    elif has_sampler(items):
+        source = _Ordered(items, reduction, most)  # type: ignore[arg-type]
+    else:
+        raise InvalidType(
+            "What can be divided among ranks are tensors, a list of batches, a map-style Dataset, "
+            f"and a DataLoader over one. Got {type(items).__name__}, which can only be read from "
+            f"its beginning. {_OWN}"
+        )
+    first, *others = reduction.each(source.print)
+    for rank, other in enumerate(others, 1):
+        if first != other:
+            raise DataError(
+                f"All ranks must have the same data, which are then divided among them. Rank 0 has "
+                f"{_outlined(first)} and rank {rank} {_outlined(other)}. Files must be listed in "
+                f"the same order everywhere, as by sorted(). {_OWN}"
+            )
+    cuts = _cuts(source.sizes, most, reduction.ranks)
+    return source.stretch(cuts[reduction.rank], cuts[reduction.rank + 1])
+
+
+_OWN = (
+    "A function with the parameters rank and world, named to the command line, divides the data "
+    "itself: it is given both, and returns the samples of that rank."
+)
+
+
+def _outlined(words: str) -> str:
+    return words if len(words) < 120 else f"{words[:120]}…"
+
+
+def _cuts(sizes: Sequence[int], most: int | None, ranks: int) -> list[int]:
+    """Where stretches of batches of these sizes begin and end, in samples."""
+    total = sum(sizes) if most is None else min(most, sum(sizes))
+    ends = [end for end in accumulate(sizes, initial=0) if end < total] + [total]
+    if len(ends) > ranks:
+        return [ends[(len(ends) - 1) * k // ranks] for k in range(ranks + 1)]
+    return [total * k // ranks for k in range(ranks + 1)]

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import Any, final
 
@@ -236,16 +237,19 @@ def second_reading(data: Iterable[Any], state: RandomState) -> Iterable[Any]:
     return in_order(data, order)
 
 
-def fixed_order(loader: DataLoader[Any], state: RandomState) -> list[Any]:
+def fixed_order(loader: DataLoader[Any], state: RandomState, most: int | None = None) -> list[Any]:
     """The indices that a pass over the loader reads from `state`, in batches, without reading the
-    samples; they must be the same ones, in whatever order, from every other state."""
+    samples; they must be the same ones, in whatever order, from every other state.
+
+    With `most` they are the first so many, of a loader that makes batches.
+    """
     state.restore()
-    order = _order(loader)
+    order = _order(loader, most)
     samples = _multiset(order)
     # Two draws of few samples may agree by chance; several hardly do, and cost next to nothing.
     for k in range(1 + min(7, _DRAWN // (1 + samples.total()))):
         disturb(state, k)
-        if _multiset(_order(loader)) != samples:
+        if _multiset(_order(loader, most)) != samples:
             raise ChangedData(
                 f"The data differ between two passes: {_sampling(loader)}. What is measured must "
                 "be the same samples on every pass; give a loader without it, or pass list(loader)."
@@ -309,11 +313,20 @@ def _sampler(loader: DataLoader[Any], order: list[Any] | None = None) -> dict[st
     return {"sampler": given, "batch_size": None} if batches is None else {"batch_sampler": given}
 
 
-def _order(loader: DataLoader[Any]) -> list[Any]:
+def _order(loader: DataLoader[Any], most: int | None = None) -> list[Any]:
     """The indices that a pass over the loader reads, with its own random numbers."""
     indices: Any = _Indices()
     drawn = _sampler(loader)
-    return list(DataLoader(indices, **drawn, collate_fn=_itself, generator=loader.generator))
+    order = list(DataLoader(indices, **drawn, collate_fn=_itself, generator=loader.generator))
+    return order if most is None else stretch(order, 0, most)
+
+
+def stretch(batches: list[Any], start: int, stop: int) -> list[Any]:
+    """What batches of indices have from `start` to `stop`, in batches."""
+    ends = accumulate(map(len, batches))
+    begun = [(batch, end - len(batch)) for batch, end in zip(batches, ends, strict=True)]
+    parts = (batch[max(0, start - k) : max(0, stop - k)] for batch, k in begun)
+    return [part for part in parts if len(part)]
 
 
 def _itself(batch: Any) -> Any:

@@ -130,6 +130,7 @@ def measure(
         names = measure_names(measures)
         if each:
             _refuse("--checkpoint", checkpoint is not None, "Not beside --each.")
+            _refuse("--distributed", request.distributed, "Not with --each: it has --workers.")
             comparison = measured(request, model, each, names, **how)
             request.voice.result(comparison)
             keep(request.voice, comparison, save, html)
@@ -149,7 +150,7 @@ def _refuse(option: str, given: bool, words: str) -> None:
 
 def _measured(request: Request, model: nn.Module, data: Any, names: Any) -> sf.Report:
     options = {**request.sampling(), **request.arguments(model)}
-    return sf.measure(model, data, measures=names, **options)
+    return sf.measure(model, request.shard(data), measures=names, **options)
 
 
 @app.command(
@@ -188,7 +189,7 @@ def compare(
     with speaking(request.voice, (save, html)):
         if all(name.endswith(".json") for name in models):
             request.refuse("data", "loss", "samples", "output", "unpack", "dtype", "device")
-            request.refuse("certify", "memory_budget")
+            request.refuse("certify", "memory_budget", "distributed")
             named = _unique([_report_named(text) for text in models])
             comparison = sf.Comparison({name: _saved(path) for name, path in named.items()})
         else:
@@ -279,12 +280,13 @@ def audit(
         names, data = measure_names(measures), request.load_data()
         loaded = request.load_model(model, checkpoint)
         options = {**request.search(), **request.arguments(loaded)}
+        options |= {"measures": names, "elements": elements, "spread": spread}
         del options["dtype"]
-        found = sf.audit(loaded, data, measures=names, elements=elements, spread=spread, **options)
+        found = sf.audit(loaded, request.shard(data), **options)
         request.voice.result(found)
         keep(request.voice, found, save, html)
-        if not found.ok:
-            raise typer.Exit(Code.DISAGREES)
+    if not found.ok:
+        raise typer.Exit(Code.DISAGREES)
 
 
 @app.command(
@@ -299,6 +301,7 @@ def balance(
     request: Request,
 ) -> None:
     """Rescale the weights to the least trace of the Hessian, with the same function."""
+    request.refuse("distributed")
     with speaking(request.voice):
         request.refuse("certify")
         request.refuse_auto()
@@ -348,14 +351,14 @@ def landscape(
         options |= {"dimensions": dimensions, "points": points, "span": span}
         options |= {"directions": directions.value, "accuracy": accuracy}
         try:
-            found = sf.landscape(loaded, data, **options)
+            found = sf.landscape(loaded, request.shard(data), **options)
         except KeyboardInterrupt as stop:
             if save is None or not save.exists():
                 raise
             raise Interrupted(sf.Landscape.load(save)) from stop
         request.voice.result(found)
         keep(request.voice, found, html)
-        if plot is not None:
+        if plot is not None and request.voice.first:
             request.voice.note(f"wrote {found.plot(plot)}")
 
 
@@ -369,6 +372,7 @@ def bench(
     request: Request,
 ) -> None:
     """Time the main calls on your model, as multiples of one gradient over the same data."""
+    request.refuse("distributed")
     with speaking(request.voice):
         request.refuse("certify")
         request.refuse_auto()

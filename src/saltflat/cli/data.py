@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -92,18 +93,28 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 
 
-def load_data(text: str, samples: int | None = None) -> Any:
-    """The data that were named: all of them, or the first `samples`."""
+def load_data(text: str, samples: int | None = None, rank: int = 0, world: int = 1) -> Any:
+    """The data that were named: all of them, or the first `samples`; and those of one rank alone,
+    where a function divides them."""
     if text in BUILT_IN:
         data = BUILT_IN[text][2]()
     elif is_named(text):
         found = named(text)
-        data = called(text, "data", found) if callable(found) else found
+        place = {"rank": rank, "world": world} if divides(found) else {}
+        data = called(text, "data", found, **place) if callable(found) else found
     elif Path(text).suffix.lower() in SUFFIXES:
         data = _arranged(text, tensors(Path(text)))
     else:
         raise LoadError(f"{text!r} names no data. {nearest(text, BUILT_IN)} Known forms: {FORMS}.")
     return data if samples is None else first(data, samples)
+
+
+def divides(found: Any) -> bool:
+    """Whether it is a function that returns the samples of one rank."""
+    try:
+        return {"rank", "world"} <= inspect.signature(found).parameters.keys()
+    except (TypeError, ValueError):  # no callable, or one that does not tell
+        return False
 
 
 def _arranged(text: str, content: Any) -> Any:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
@@ -18,6 +19,7 @@ from torch import nn
 import saltflat as sf
 from saltflat.cli.options import devices
 from saltflat.printed import USUAL, plain_text
+from saltflat.session import SHARDED_SINCE
 
 _NEEDED = ("torch", "numpy", "scipy", "rich", "typer", "jinja2", "plotly", "safetensors")
 # package -> what it is for, and the line that installs it
@@ -34,10 +36,12 @@ _OPTIONAL = {
 @final
 @dataclass(frozen=True)
 class Findings:
-    """Versions by package, None for what is missing; devices; what is wrong."""
+    """Versions by package, None for what is missing; devices; what there is for several processes;
+    what is wrong."""
 
     versions: Mapping[str, str | None]
     devices: Mapping[str, str]
+    processes: Mapping[str, str]
     problems: tuple[str, ...]
 
     @property
@@ -49,6 +53,7 @@ class Findings:
         return {
             "versions": dict(self.versions),
             "devices": dict(self.devices),
+            "processes": dict(self.processes),
             "missing": missing,
             "problems": list(self.problems),
         }
@@ -61,9 +66,10 @@ class Findings:
             use, line = _OPTIONAL.get(package, ("what is central", f"pip install {package}"))
             missing = f"[yellow]missing[/], for {use}: {escape(line)}"
             table.add_row(package, number or missing)
-        table.add_section()
-        for device, words in self.devices.items():
-            table.add_row(device, words)
+        for rows in (self.devices, self.processes):
+            table.add_section()
+            for name, words in rows.items():
+                table.add_row(name, words)
         table.caption = "\n".join(self.problems) or (
             "A trace computed here agrees with autograd's Hessian."
         )
@@ -79,7 +85,25 @@ def examine() -> Findings:
     installed = {package: _version(package) for package in (*_NEEDED, *_OPTIONAL)}
     problems = [f"{p} is missing: pip install {p}" for p in _NEEDED if installed[p] is None]
     seen = {device: _described(device) for device in devices()}
-    return Findings({**versions, **installed}, seen, (*problems, *_tried(list(seen))))
+    tried = (*problems, *_tried(list(seen)))
+    return Findings({**versions, **installed}, seen, _processes(), tried)
+
+
+def _processes() -> dict[str, str]:
+    """What `distributed=True` and sharded models can have here, and who this is under torchrun."""
+    if not dist.is_available():
+        return {"processes": "one alone: this torch has no torch.distributed"}
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    known = " and ".join(name for name, there in backends.items() if there) or "no gloo and no nccl"
+    found = {"processes": f"several, through {known}"}
+    if torch.__version__ < SHARDED_SINCE:  # compared as versions are
+        found["sharded"] = f"fully_shard and tensor parallel need torch {SHARDED_SINCE}"
+    else:
+        found["sharded"] = "models of fully_shard (FSDP2), tensor-parallel models"
+    if "RANK" in os.environ:
+        rank, world = os.environ["RANK"], os.environ.get("WORLD_SIZE", "?")
+        found["rank"] = f"{rank} of {world}, as torchrun says"
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -37,14 +37,15 @@ def named(text: str) -> Any:
     return found
 
 
-def called(text: str, what: str, found: Any) -> Any:
-    """What the user's callable returns, called without arguments."""
+def called(text: str, what: str, found: Any, **given: int) -> Any:
+    """What the user's callable returns, called with what is given, or without arguments."""
     try:
-        return found()
-    except Exception as error:
+        return found(**given)
+    except (Exception, SystemExit) as error:
+        how = " and ".join(f"{name}={value}" for name, value in given.items())
         raise LoadError(
-            f"{text} raised {type(error).__name__} when it was called without arguments to make "
-            f"{what}: {_words(error)}"
+            f"{text} raised {type(error).__name__} when it was called with{how and f' {how}'}"
+            f"{'' if how else 'out arguments'} to make {what}: {_words(error)}"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -16,15 +17,16 @@ import typer
 from torch import nn
 
 from saltflat.checkpoints import load_weights
-from saltflat.cli.data import BUILT_IN, load_data
+from saltflat.cli.data import BUILT_IN, divides, load_data
 from saltflat.cli.data import FORMS as DATA_FORMS
 from saltflat.cli.models import FORMS as MODEL_FORMS
 from saltflat.cli.models import load_model
 from saltflat.cli.named import is_named, named
-from saltflat.cli.running import Voice
+from saltflat.cli.running import Voice, World
 from saltflat.errors import InvalidValue, LoadError, nearest
 from saltflat.losses import NAMED, resolve
 from saltflat.measures import MEASURES
+from saltflat.subsample import shard
 
 MEASURED = "What is measured"
 MANY = "Many checkpoints"
@@ -270,6 +272,14 @@ class Request:
     dtype: Annotated[
         Precision | None, _option("--dtype", help="Default: the model's own.", panel=_HOW)
     ] = None
+    distributed: Annotated[
+        bool,
+        _option(
+            "--distributed",
+            help="Under torchrun: each process measures its part of the data.",
+            panel=_HOW,
+        ),
+    ] = False
     json: Annotated[
         bool, _option("--json", help="JSON and nothing else on stdout.", panel=_OUT)
     ] = False
@@ -282,7 +292,21 @@ class Request:
 
     @cached_property
     def voice(self) -> Voice:
-        return Voice(self.json, self.quiet, self.traceback)
+        return Voice(self.json, self.quiet, self.traceback, self._world())
+
+    def _world(self) -> World | None:
+        """The other processes, if this one is to measure with them."""
+        if self.distributed:
+            return World(self.device)
+        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise typer.BadParameter(
+                f"This is one of {os.environ['WORLD_SIZE']} processes (RANK and WORLD_SIZE are in "
+                "the environment, as torchrun puts them there), and each of them would measure all "
+                "the data and write the same files. Add --distributed to divide the data among "
+                "them, or start the command without torchrun, and without RANK.",
+                param_hint="--distributed",
+            )
+        return None
 
     def load_model(self, name: str, checkpoint: Path | None) -> nn.Module:
         """The model with its weights, on the device."""
@@ -292,12 +316,29 @@ class Request:
                 self.voice.note(note)
         elif name.startswith("zoo:"):
             self.voice.note("the model has random weights; give trained ones by --checkpoint")
-        return model.to(usable(self.device))
+        world = self.voice.world
+        return model.to(usable(self.device if world is None else world.device))
 
     def load_data(self) -> Any:
         if self.data is None:
             raise typer.BadParameter(f"It is needed: {DATA_FORMS}.", param_hint="--data")
-        return load_data(self.data, self.first)
+        world = self.voice.world
+        if world is None or world.size == 1:
+            return load_data(self.data, self.first)
+        return load_data(self.data, rank=world.rank, world=world.size)
+
+    def shard(self, data: Any) -> Any:
+        """What this process is to measure of the data."""
+        world = self.voice.world
+        if world is None or world.size == 1:
+            return data
+        assert self.data is not None
+        if not (is_named(self.data) and divides(named(self.data))):
+            return shard(data, world.reduction, self._unpack(), self.first)
+        if self.first is not None:
+            words = "Not with a function that divides the data itself, by rank and world."
+            raise typer.BadParameter(words, param_hint="--samples")
+        return data
 
     @property
     def first(self) -> int | None:
@@ -336,11 +377,15 @@ class Request:
             "loss": self._loss(),
             "parameters": self.parameters.value,
             "output": _output(self.output),
-            "unpack": None if self.unpack is None else _callable("--unpack", self.unpack),
+            "unpack": self._unpack(),
             "dtype": getattr(torch, self.dtype.value) if self.dtype else _own_dtype(model),
             "memory_budget": self.memory_budget,
             **({"progress": False} if self.quiet else {}),
+            **({"distributed": True} if self.distributed else {}),
         }
+
+    def _unpack(self) -> Callable[..., Any] | None:
+        return None if self.unpack is None else _callable("--unpack", self.unpack)
 
     def _loss(self) -> Any:
         if is_named(self.loss):

@@ -8,13 +8,13 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import final
 
 import torch
 
-from saltflat.errors import InvalidValue, SaltflatError
+from saltflat.errors import InvalidValue, SaltflatError, uninterrupted
 from saltflat.sweep.jobs import TRIES, Failure, Job, code_of, done
 from saltflat.sweep.runs import Run, Work
 
@@ -32,7 +32,8 @@ def in_processes(
     try:
         while waiting or any(each.job for each in team):
             while len(team) < min(workers, len(jobs)):
-                team.append(_Process(work, device, threads))
+                with uninterrupted():  # until it is known as one to end
+                    team.append(_Process(work, device, threads))
             for each in team:
                 if waiting and each.idle:
                     each.begin(*waiting.pop())
@@ -47,8 +48,9 @@ def in_processes(
                     elif job:
                         yield Failure(job, f"its process died {TRIES} times, {each.death}")
     finally:
-        for each in team:
-            each.end()
+        with uninterrupted():
+            for each in team:
+                each.end()
 
 
 def _refuse_unsendable(work: Work) -> None:
@@ -125,15 +127,19 @@ class _Process:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """What is started inside does not hear Ctrl-C: this process does, and ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals cannot be set here
+    """What is started inside does not hear Ctrl-C: this process does, afterwards, and ends it.
+
+    The signal is blocked, which a process inherits; ignored, it would be lost here too.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which starts a process too, and unblocks the signal then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(connection: Connection, work: Work, device: torch.device, threads: int) -> None:
