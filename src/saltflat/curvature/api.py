@@ -237,6 +237,7 @@ def eigenvalues(
         whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
         with _at_work(risk, "eigenvalues", progress):
             pairs = whole.eigenpairs(names, k, tol)
+    _warn(whole)
     return Eigenvalues(tuple(Eigenvalue(*p[:3], curvature) for p in pairs), curvature, block)
 
 
@@ -624,8 +625,8 @@ def _found(
         return whole.find(kinds)
 
 
-def _warn(findings: Findings) -> None:
-    for warning in findings.warnings:
+def _warn(found: Findings | Curvature) -> None:
+    for warning in found.warnings:
         warnings.warn(warning, stacklevel=3)
 
 
