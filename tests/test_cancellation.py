@@ -422,6 +422,18 @@ def test_eigenvalues_that_underflow_are_told() -> None:
         sf.eigenvalues(model, data, k=1, block="weight", dtype=torch.float64)
 
 
+def test_a_single_output_that_is_saturated_is_told() -> None:
+    """The slope of a sigmoid is e⁻²⁰⁰ there; of one class alone it is 0."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 1), torch.rand(8, 5)
+    with torch.no_grad():
+        model.bias.fill_(200.0)
+    y = (torch.arange(8) % 2).float()[:, None]
+    with pytest.warns(UserWarning, match=r"of weight, bias is 0 .*dtype=torch\.float64"):
+        assert sf.trace(model, (x, y), "bce").total == 0
+    assert 0 < sf.trace(model, (x, y), "bce", dtype=torch.float64).total < 1e-85
+
+
 def test_what_is_zero_in_truth_is_not_told() -> None:
     """A dead branch, and the only class there is."""
     torch.manual_seed(0)

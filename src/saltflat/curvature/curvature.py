@@ -76,10 +76,12 @@ from saltflat.curvature.sweep import (
 from saltflat.errors import DataError, InvalidValue, LossError, listed
 from saltflat.geometry import Matrix
 from saltflat.losses import (
+    BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
     JointLoss,
     Loss,
+    MeanSquaredError,
     NegativeLogLikelihood,
     describe,
     leaves,
@@ -275,8 +277,9 @@ class Curvature:
 
         Of a user's loss all blocks may be 0, as of a single class: it may have no curvature.
         """
-        flat = isinstance(self.loss, CustomLoss | JointLoss) or self._outputs == 1
-        if flat and not any(sizes.values()):
+        bent = isinstance(self.loss, MeanSquaredError | BinaryCrossEntropy)
+        single = self._outputs == 1 and not bent
+        if (single or isinstance(self.loss, CustomLoss | JointLoss)) and not any(sizes.values()):
             return []
         likes, least = self.risk.parameters, 8 * torch.finfo(torch.float32).tiny
         return [
