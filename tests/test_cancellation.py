@@ -7,6 +7,7 @@ autograd or as the sum over its positions, then squared. The truth is the same i
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
@@ -384,6 +385,53 @@ def test_squares_that_underflow_are_told(
     wide = sf.trace(model, (x, y), dtype=torch.float64)
     assert wide["0.weight"] > 1e-3 * size**2
     assert not wide.notes
+
+
+@pytest.mark.parametrize("size", [1e-21, 1e-24])
+@pytest.mark.parametrize(
+    "name", ["kappa", "kappa_trace", "rho", "relative_flatness", "fisher_rao_norm"]
+)
+def test_squares_that_underflow_are_told_of_every_measure(name: str, size: float) -> None:
+    """Also where no trace is asked for, and where it is the weight that is small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    data = torch.randn(8, 5), torch.arange(8) % 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.measure(model, data, measures=[name])
+    with torch.no_grad():
+        model[2].weight.mul_(size)
+    with pytest.warns(UserWarning, match=r"of .*weight.* is 0 .*dtype=torch\.float64"):
+        found = sf.measure(model, data, measures=[name])[name].value
+    wide = sf.measure(model, data, measures=[name], dtype=torch.float64)
+    assert found != pytest.approx(wide[name].value, rel=1e-3, abs=0)
+    with torch.no_grad():
+        model[2].weight.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sf.measure(model, data, measures=["relative_flatness"])["relative_flatness"].exact
+
+
+def test_eigenvalues_that_underflow_are_told() -> None:
+    model, data = nn.Linear(5, 3), (1e-21 * torch.randn(8, 5), torch.arange(8) % 3)
+    with pytest.warns(UserWarning, match=r"of weight is 0 .*dtype=torch\.float64"):
+        sf.eigenvalues(model, data, k=1, block="weight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.eigenvalues(model, data, k=1)
+        sf.eigenvalues(model, data, k=1, block="weight", dtype=torch.float64)
+
+
+def test_a_single_output_that_is_saturated_is_told() -> None:
+    """The slope of a sigmoid is e⁻²⁰⁰ there; of one class alone it is 0."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 1), torch.rand(8, 5)
+    with torch.no_grad():
+        model.bias.fill_(200.0)
+    y = (torch.arange(8) % 2).float()[:, None]
+    with pytest.warns(UserWarning, match=r"of weight, bias is 0 .*dtype=torch\.float64"):
+        assert sf.trace(model, (x, y), "bce").total == 0
+    assert 0 < sf.trace(model, (x, y), "bce", dtype=torch.float64).total < 1e-85
 
 
 def test_what_is_zero_in_truth_is_not_told() -> None:

@@ -482,6 +482,82 @@ def test_models_that_cast_to_float32(dtype: torch.dtype, scale: float, factor: f
     assert "along layers.1.weight" in str(caught.value)
 
 
+class Norm(nn.Module):
+    """RMSNorm, computed in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = x.float()
+        narrow = narrow * (narrow.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return narrow.to(x.dtype) * self.gain
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, both with layer scales."""
+
+    def __init__(self, width: int, heads: int, scale: float) -> None:
+        super().__init__()
+        self.heads, self.factor = heads, 1.0
+        self.norms = nn.ModuleList(Norm(width) for _ in range(2))
+        self.qkv, self.out = (nn.Linear(width, k * width, bias=False) for k in (3, 1))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scales = nn.ParameterList(torch.full((width,), scale) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norms[0](x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        mixed = scores.float().softmax(-1).to(x.dtype) @ v
+        scale = self.scales[0]
+        scale = Multiplied.apply(scale, self.factor) if self.factor != 1.0 else scale
+        x = x + scale * self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.scales[1] * self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(nn.Module):
+    """With large weights its scores are large, and attention bends within 1e-8 of its weights."""
+
+    def __init__(self, size: float = 1.0, gain: float = 1.0, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words, self.fc = nn.Embedding(20, 32), nn.Linear(32, 10)
+        self.blocks = nn.ModuleList(Block(32, 4, scale) for _ in range(3))
+        self.norm = Norm(32)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                p.mul_(size if p.ndim > 1 else 1.0 if "scales" in name else gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x)
+        for block in self.blocks:
+            h = block(h)
+        result: Tensor = self.fc(self.norm(h).mean(1))
+        return result
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(20, (16, 8), generator=generator), torch.arange(16) % 10
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+@pytest.mark.parametrize(("size", "gain"), [(1.0, 1.0), (10.0, 1.0), (10.0, 10.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_transformers_that_cast_to_float32(
+    dtype: torch.dtype, size: float, gain: float, scale: float
+) -> None:
+    """Steps are small enough for what bends, and large enough for what hardly counts."""
+    model = Transformer(size, gain, scale).to(dtype)
+    sf.trace(model, sentences(), curvature="ggn")  # nothing is wrong
+    for factor in (3.0, 10.0, -1.0):
+        model.blocks[1].factor = factor
+        with pytest.raises(sf.ModelError, match=r"not the derivative.*along blocks\.1\.scales\.0"):
+            sf.trace(model, sentences(), curvature="ggn")
+
+
 class Float32(torch.autograd.Function):
     """The identity, for float32 alone."""
 

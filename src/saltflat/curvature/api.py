@@ -207,14 +207,15 @@ def eigenvalues(
 
     Found by Lanczos iteration on products with the matrix, copies of a multiple eigenvalue among
     them. Each comes with its unit eigenvector and with the residual norm ‖Hv − λv‖, which bounds
-    the distance from λ to an eigenvalue. No iteration on products can prove that it missed none.
+    the distance from λ to an eigenvalue. No iteration on products can prove that it missed none:
+    that one larger than the least of them by more than `tol` was has a chance of 1e-4.
 
     Parameters
     ----------
     k : how many.
     block : the name of a parameter, for the eigenvalues of its block alone.
-    tol : residual norms are at most this part of their eigenvalues, but for rounding. The error of
-        an eigenvalue is about the square of it where no other eigenvalue is close.
+    tol : residual norms are at most this part of their eigenvalues, but for rounding, and errors of
+        eigenvalues 1e-4 of its square.
     seed : of the random vector that the iteration starts from.
     Other arguments as in `trace`.
 
@@ -245,7 +246,8 @@ def eigenvalues(
         whole.foresee = partial(whole.announce, 10 * (1 + k) * PRODUCT)
         with _at_work(risk, "eigenvalues", progress):
             pairs = whole.eigenpairs(names, k, tol)
-    return Eigenvalues(tuple(Eigenvalue(*pair, curvature) for pair in pairs), curvature, block)
+    _warn(whole)
+    return Eigenvalues(tuple(Eigenvalue(*p[:3], curvature) for p in pairs), curvature, block)
 
 
 def _asked(
@@ -648,8 +650,8 @@ def _tell_shortfall(findings: Findings, kind: Kind, tolerance: float) -> None:
         findings.notes.insert(0, told)
 
 
-def _warn(findings: Findings) -> None:
-    for warning in findings.warnings:
+def _warn(found: Findings | Curvature) -> None:
+    for warning in found.warnings:
         warnings.warn(warning, stacklevel=3)
 
 

@@ -76,10 +76,12 @@ from saltflat.curvature.sweep import (
 from saltflat.errors import DataError, InvalidValue, LossError, listed
 from saltflat.geometry import Matrix
 from saltflat.losses import (
+    BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
     JointLoss,
     Loss,
+    MeanSquaredError,
     NegativeLogLikelihood,
     describe,
     leaves,
@@ -206,6 +208,8 @@ class Curvature:
         self.warnings: list[str] = []
         self.foresee: Callable[[Batch, Plan], None] | None = None
         self._looked = 0.0  # seconds
+        self._still = frozenset[str]()  # parameters with which the looked-at outputs do not move
+        self._outputs = 0  # of a sample
         self._judged = False  # whether second derivatives were compared with slopes
         # What a user's own turned out to be, once it was looked at.
         self.loss: Loss | JointLoss | None = (
@@ -230,6 +234,8 @@ class Curvature:
             check_second_derivative(risk, plan.seen)
             self._judged = True
         self._looked = perf_counter() - start
+        unused = {n for n, rule in plan.rules.items() if rule == UNUSED}
+        self._still, self._outputs = plan.dormant | unused, plan.outputs.numel()
         if certify == "none":
             plan = replace(plan, curved=dict.fromkeys(plan.rules, ""))
         if self.loss is None:
@@ -268,6 +274,33 @@ class Curvature:
         assert isinstance(self.loss, CustomLoss)
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
+
+    def underflowing(self, sizes: Mapping[str, float]) -> list[str]:
+        """The blocks whose squares are too small for their type: by entry among its least normal
+        numbers, or 0 though the outputs move with the parameter.
+
+        Of a user's loss all blocks may be 0, as of a single class: it may have no curvature.
+        """
+        bent = isinstance(self.loss, MeanSquaredError | BinaryCrossEntropy)
+        single = self._outputs == 1 and not bent
+        if (single or isinstance(self.loss, CustomLoss | JointLoss)) and not any(sizes.values()):
+            return []
+        likes, least = self.risk.parameters, 8 * torch.finfo(torch.float32).tiny
+        return [
+            n
+            for n, v in sizes.items()
+            if likes[n].dtype != torch.float64
+            and v < least * likes[n].numel()
+            and (v > 0 or n not in self._still)
+        ]
+
+    def underflow(self, names: Sequence[str]) -> str:
+        """What is to be told of such blocks."""
+        return (
+            f"The curvature of {listed(names)} is 0 or next to it in "
+            f"{self.risk.parameters[names[0]].dtype}, whose squares have few digits or none below "
+            "1e-37. dtype=torch.float64 tells."
+        )
 
     def find(self, kinds: frozenset[Kind], groups: int = 0, only: Choice | None = None) -> Findings:
         """Several kinds of quantities from one sweep, of estimates this many groups of draws.
@@ -358,7 +391,14 @@ class Curvature:
             self._eigenpairs[key] = self._by_products(
                 names, lambda product: eigenpairs(product, space, k, tol, self.seed)
             )
+        self._tell_of_underflow(names, self._eigenpairs[key][0])
         return self._eigenpairs[key]
+
+    def _tell_of_underflow(self, names: Sequence[str], largest: Eigenpair) -> None:
+        """Warn if the largest eigenvalue of some blocks together is too small for their type."""
+        told = self.underflowing(dict.fromkeys(names, abs(largest.value)))
+        if len(told) == len(names) and (warning := self.underflow(told)) not in self.warnings:
+            self.warnings.append(warning)
 
     def block_eigenvalues(self, names: Sequence[str], tol: float) -> dict[str, Eigenpair]:
         """The largest eigenpair of every block.
@@ -679,30 +719,21 @@ class _Search:
         )
 
     def _note_underflow(self) -> None:
-        """Tell of blocks whose squares are too small for their type: a mean entry of its least
-        normal numbers, or 0 though the outputs move with the parameter.
-
-        Of a user's loss all blocks may be 0, as of a single class: it may have no curvature.
-        """
-        found = self.findings.quantities
-        quantity = found.get("trace") or found.get("diagonal")
-        totals = {n: abs(float(v.sum())) for n, v in quantity.values.items()} if quantity else {}
-        likes, plan = self.risk.parameters, self.plan
-        still = plan.dormant | {n for n, rule in plan.rules.items() if rule == UNUSED}
-        flat = isinstance(self.whole.loss, CustomLoss | JointLoss) or plan.outputs.numel() == 1
-        if not any(totals.values()) and flat:
-            return
-        tiny = {n: 8 * torch.finfo(torch.float32).tiny * likes[n].numel() for n in totals}
-        lost = [
-            n
-            for n, v in totals.items()
-            if likes[n].dtype != torch.float64 and v < tiny[n] and (v > 0 or n not in still)
-        ]
+        """Tell of blocks of which some quantity is too small for its type. The squares of weights
+        that are zero are that in truth."""
+        lost = set[str]()
+        for kind, quantity in self.findings.quantities.items():
+            if kind == "magnitude":
+                continue
+            sizes = {n: float(v.abs().sum()) for n, v in quantity.values.items()}
+            told = self.whole.underflowing(sizes)
+            squares = kind in EVERY_PARAMETER
+            lost |= {n for n in told if sizes[n] or squares or self._weighs(n)}
         if lost:
-            self.findings.say(
-                f"The curvature of {listed(lost)} is 0 or next to it in {likes[lost[0]].dtype}, "
-                "whose squares have few digits or none below 1e-37. dtype=torch.float64 tells."
-            )
+            self.findings.say(self.whole.underflow([n for n in self.risk.parameters if n in lost]))
+
+    def _weighs(self, name: str) -> bool:
+        return bool(whole_of(self.weights[name].values).any())
 
     def _pass(self, requests: Requests, must_be_linear: bool) -> ExactPass:
         loss = self.whole.loss

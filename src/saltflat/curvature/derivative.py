@@ -61,12 +61,13 @@ class _Comparison:
 
 # In float64 quotients of smooth functions are right to about 1e-9; a ReLU that changes sides costs
 # its share of the slope, which at one of the steps is small. What is detached in part must not be.
-_FINE = _Comparison((1e-6, 1e-5, 1e-4, 1e-7, 1e-8), 1e-5)
+_FINE = _Comparison((1e-6, 1e-5, 1e-4, 1e-7, 1e-8, 1e-9), 1e-5)
 _QUICK = _Comparison((2e-5,), 1e-3, wide=False)  # a ReLU changes sides in one check of ten
 _NEAR = _Comparison((1e-9,), 1e-5)  # of millions of ReLUs, few change sides
 _COARSE = _Comparison((0.1, 0.03, 0.01), 0.2, wide=False)
 _LARGEST = 0.03  # step
-_DIGITS = _Comparison((1e-8, 3e-8), 1e-4)  # of float32, each would be rounding alone
+# Of float32, each would be rounding alone; two in a row agree where curvature is small enough.
+_DIGITS = _Comparison((3e-8, 1e-8, 3e-9, 1e-9, 3e-10, 1e-10), 1e-4)
 # What curvature adds to a quotient changes ninefold from each of these steps to the next, and what
 # rounding adds threefold: two in a row agree with a slope where both are small, and hardly else.
 _SMALL = _Comparison((3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5), 0.01, wide=False)
@@ -202,6 +203,7 @@ def _groups(
         gradients = {n: g for n, g in gradients.items() if n not in seen}
 
 
+_UNITS = 64  # of the last digit of outputs, that rounding may take
 _HIDDEN = 0.003  # of the slope: what adds less is looked at apart
 _CANCELLED, _LOST = 1e-6, 1e-12  # of the largest slope: noise, of gradients in float32 and at all
 
@@ -611,7 +613,9 @@ class _Question:
         direction = _along(self.risk.parameters, gradients)
         said = _dot(gradients, direction)
         seeing = self.how.wide and said != 0
-        how = self.how.raised(abs(said) / largest) if seeing and largest > 0 else self.how
+        # Beside large outputs a slope is small too: it may be that of a branch that hardly counts.
+        reach = max(largest, rounding / (_UNITS * torch.finfo(torch.float64).eps))
+        how = self.how.raised(abs(said) / reach) if seeing and reach > 0 else self.how
         noise = largest * (_LOST if seeing else _CANCELLED)
         # Of a step so small that rounding is all there is, what is left says nothing.
         return any(
@@ -749,7 +753,7 @@ class _Question:
         parameters = self.risk.parameters
         gradients, outputs, narrow = self.gradients(names)
         size = float((outputs * self.cotangent).abs().double().sum())
-        rounding = 64 * float(torch.finfo(narrow).eps) * size
+        rounding = _UNITS * float(torch.finfo(narrow).eps) * size
         if torch.finfo(narrow).eps > torch.finfo(outputs.dtype).eps and self.how is not _COARSE:
             return replace(self, how=_COARSE).disagreeing(names)
 
@@ -831,9 +835,9 @@ class _Question:
             return False
         parameters, question = self.risk.parameters, self.of_some_outputs(own)
         direction = {name: _noise(p, k) for k, (name, p) in enumerate(parameters.items())}
+        slopes = (question.slope(parameters, direction, step) for step in _DIGITS.steps)
         with widened:
-            one, other = (question.slope(parameters, direction, step) for step in _DIGITS.steps)
-        return _DIGITS.same(one, other)
+            return any(one and _DIGITS.same(one, other) for one, other in pairwise(slopes))
 
     def of_some_outputs(self, outputs: Tensor) -> _Question:
         """The same of a random mix of all outputs."""

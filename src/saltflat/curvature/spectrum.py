@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, final
+from math import inf, log, pi, sqrt
+from typing import NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 Flat = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
 Iteration = Generator[Tensor, Tensor, Result]
-Eigenpair = tuple[float, float, dict[str, Tensor]]  # λ, residual norm, unit eigenvector
-
 Quadrature = tuple[Tensor, Tensor]  # nodes and weights
 
 # Vectors of a basis: as many as fit into these bytes, but not fewer or more than so many.
@@ -39,6 +38,25 @@ _RESTARTS = 1000
 _LOOKS = 2
 # A remainder below this share of the matrix's norm is rounding.
 _NOTHING = 1e-13
+# Eigenvalues are found to the square of this part of their tolerance.
+_SHARP = 1e-2
+# The chance of a start that hides a larger eigenvalue from the tests below.
+_UNLUCKY = 1e-4
+
+
+class Eigenpair(NamedTuple):
+    """λ, ‖Hv − λv‖, the unit eigenvector v, and how much larger than λ it might have been: beyond
+    that, an eigenvalue was missed with a probability of 1e-4."""
+
+    value: float
+    residual: float
+    vector: dict[str, Tensor]
+    margin: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """A bound on the distance to the eigenvalue that this is taken for."""
+        return max(self.residual, self.margin)
 
 
 @final
@@ -73,6 +91,7 @@ class _Pairs:
 
     values: Tensor
     vectors: Tensor
+    ceiling: float = inf  # no other eigenvalue is larger, but by that chance
 
 
 @final
@@ -107,6 +126,8 @@ class _Krylov:
         self.beside = start.new_empty(0, len(start)) if beside is None else beside
         self.small = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.next, self.count, self.norm = start, 0, 0.0
+        self._left = start.new_empty(0, device="cpu")  # eigenvalues of what was compressed away
+        self._heights = 0.0  # the sum of the logarithms of all remainders' norms
 
     def add(self, image: Tensor) -> None:
         """Enter the vector `next`, whose image this is; the remainder is the one after it."""
@@ -124,12 +145,34 @@ class _Krylov:
         self.small[: self.count, self.count - 1] = column
         self.norm = float(rest.norm())
         self.next = rest / self.norm if self.norm else rest
+        self._heights += -inf if self.closed else log(self.norm)
 
     @property
     def closed(self) -> bool:
         """Whether the basis spans its own images: nothing remains but rounding."""
         scale = float(self.small[: self.count, : self.count].abs().max())
         return self.norm <= _NOTHING * scale
+
+    def growth(self, values: Tensor, at: float) -> float:
+        """log p(`at`), where p(H) start is the vector `next`, and `values` are those of the basis.
+
+        p has the values of the basis for zeros, also those compressed away, and 1/β_1⋯β_m in front,
+        β the norms of remainders. As `next` is a unit vector, the start has at most the part 1/p(λ)
+        of an eigenvector whose λ is above all zeros; and none, if nothing remains. (van Dorsselaer,
+        Hochstenbach and van der Vorst 2000.)
+        """
+        if self._heights == -inf:
+            return inf
+        zeros = torch.cat([values, self._left])
+        return float((at - zeros).log().sum()) - self._heights
+
+    def ceiling(self, values: Tensor, needed: float, above: float) -> float:
+        """Where the growth reaches what is needed; it does so at `above`."""
+        low = float(values[0])
+        for _ in range(20):
+            middle = (low + above) / 2
+            low, above = (low, middle) if self.growth(values, middle) >= needed else (middle, above)
+        return above
 
     def ritz(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of the small matrix, largest first, and eigenvectors in columns."""
@@ -145,6 +188,7 @@ class _Krylov:
         self.rows[:keep] = self.lift(vectors[:, :keep])
         self.small.zero_()
         self.small[:keep, :keep] = values[:keep].diag()
+        self._left = torch.cat([self._left, values[keep:]])
         self.count = keep
 
 
@@ -159,25 +203,32 @@ def _largest(
     k: int,
     tol: float,
     beside: Tensor | None = None,
-    ceiling: float = float("-inf"),
+    least: float = -inf,
 ) -> Iteration[_Pairs]:
-    """The k largest at right angles to `beside`; or less exactly, if they are below `ceiling`."""
+    """The k largest at right angles to `beside`; or less exactly, if they are below `least`.
+
+    Small residuals may belong to lower eigenvalues as long as the top one is hardly in the basis:
+    they grow again when it comes in. So of a single one it is asked too that no other is larger. A
+    random start has less than δ of an eigenvector with probability at most δ √(2 room/π).
+    """
     start = directions.draw(*(() if beside is None else (beside,)))
     room = directions.size - (0 if beside is None else len(beside))
     basis = _Krylov(min(capacity(directions.size, k), room), start, beside)
-    # Small residuals may belong to lower eigenvalues as long as the top one is hardly in the
-    # basis: they grow again when it comes in. So a few vectors and one look are not enough.
-    least, most, settled = 2 * k + 2, len(basis.rows), 0
+    fewest, most, settled = 2 * k + 2, len(basis.rows), 0
+    needed = log(sqrt(2 * room / pi) / _UNLUCKY)
     for _ in range(_RESTARTS):
         while basis.count < most:
             basis.add((yield basis.next))
             values, vectors = basis.ritz()
             bounds = basis.norm * vectors[-1].abs()
-            below = float(values[0] + bounds[0]) < ceiling
-            good = basis.count >= least and (below or _converged(values, bounds, k, tol))
-            settled = settled + 1 if good else 0
+            above = max(float(values[0]) + _allowed(values, tol), least)
+            searched = k > 1 or basis.growth(values, above) >= needed
+            good = searched and (above <= least or _converged(values, bounds, k, tol))
+            settled = settled + 1 if good and basis.count >= fewest else 0
             if basis.count == room or settled == _LOOKS:
-                return _Pairs(values[:k], basis.lift(vectors[:, :k]))
+                whole = basis.count == room
+                ceiling = values[0] if whole else basis.ceiling(values, needed, above)
+                return _Pairs(values[:k], basis.lift(vectors[:, :k]), float(ceiling))
             if basis.closed:
                 # Copies of an eigenvalue are in other such spaces.
                 basis.next = directions.draw(basis.rows[: basis.count], basis.beside)
@@ -187,9 +238,25 @@ def _largest(
     )
 
 
+def _allowed(values: Tensor, tol: float) -> float:
+    """What a tolerance is for the largest of some values, but for rounding."""
+    return max(tol * abs(float(values[0])), _NOTHING * float(values.abs().max()))
+
+
 def _converged(values: Tensor, bounds: Tensor, k: int, tol: float) -> bool:
+    """Whether residual norms are within the tolerance, and the errors of values within a finer one.
+
+    An error is at most ‖r‖²/gap, with the gap to the other eigenvalues; those that are closer than
+    the error that is allowed change it by no more than that.
+    """
     rounding = _NOTHING * values.abs().max()
-    return bool((bounds[:k] <= (tol * values[:k].abs()).clamp(min=rounding)).all())
+    sizes = values[:k].abs()
+    if bool((bounds[:k] > (tol * sizes).clamp(min=rounding)).any()):
+        return False
+    finer = ((_SHARP * tol) ** 2 * sizes).clamp(min=rounding)
+    apart = (values[:k, None] - values).abs()
+    gaps = torch.where(apart > finer[:, None], apart, inf).amin(1)
+    return bool((torch.minimum(bounds[:k], bounds[:k].square() / gaps) <= finer).all())
 
 
 def iterate(directions: Directions, k: int, tol: float) -> Iteration[tuple[_Pairs, list[float]]]:
@@ -201,8 +268,10 @@ def iterate(directions: Directions, k: int, tol: float) -> Iteration[tuple[_Pair
     found = yield from _largest(directions, k, tol)
     while 1 < k < directions.size:
         least = float(found.values[-1])
+        least += tol * abs(least)
         other = yield from _largest(directions, 1, tol, found.vectors, least)
-        if float(other.values) <= least + tol * abs(least):
+        if float(other.values) <= least:
+            found = _Pairs(found.values, found.vectors, other.ceiling)
             break
         values, order = torch.cat([found.values, other.values]).sort(descending=True)
         vectors = torch.cat([found.vectors, other.vectors])
@@ -249,8 +318,10 @@ def eigenpairs(
 def _as_eigenpairs(
     space: Coordinates, found: _Pairs, residuals: list[float]
 ) -> tuple[Eigenpair, ...]:
+    values = found.values.tolist()
     vectors = map(space.split, found.vectors)
-    return tuple(zip(found.values.tolist(), residuals, vectors, strict=True))
+    margins = [max(0.0, found.ceiling - value) for value in values]
+    return tuple(map(Eigenpair, values, residuals, vectors, margins))
 
 
 def largest_together(
@@ -324,7 +395,9 @@ class _Factored:
     sign: Tensor | None
 
     def __call__(self, v: Tensor) -> Tensor:
-        outputs = self.layout.factored(v.to(self.right)) @ self.right
+        # Not by `@`, which would read the vector for every sample anew.
+        vector = self.layout.factored(v.to(self.right))
+        outputs = torch.einsum("gab,ngbt->ngat", vector, self.right)
         inner = torch.einsum("dngat,ngat->dn", self.left, outputs)
         if self.sign is not None:
             inner = inner * self.sign

@@ -27,9 +27,9 @@ Cost = Literal["sweep", "eigenvalues", "perturbations"]
 # with ten outputs a sample, it takes at most 60 gradients together (`bench/prices.py` times it).
 INCLUDED: frozenset[Cost] = frozenset({"sweep"})
 
-# The price, in gradients, of the largest eigenvalue of every layer of such a network, or of all
-# parameters together.
-EIGENVALUES = 60.0
+# The price, in gradients, of the largest eigenvalue of every layer of such a network, and of that
+# of all parameters together.
+EIGENVALUES, LARGEST = 60.0, 100.0
 
 # A kind of curvature, or "passes": further passes over the data with other parameters.
 Need = Kind | Literal["passes"]

@@ -111,8 +111,8 @@ def eigenvector_directions(engine: Curvature, count: int) -> Directions:
     if length == 0:
         raise ModelError("All parameters are zero, so that no direction is as long as they are.")
     pairs = engine.eigenpairs(list(parameters), count, _TOLERANCE)
-    vectors = tuple(_scaled(vector, length * _sign(vector)) for _, _, vector in pairs)
-    return Directions(vectors, tuple(value for value, _, _ in pairs))
+    vectors = tuple(_scaled(pair.vector, length * _sign(pair.vector)) for pair in pairs)
+    return Directions(vectors, tuple(pair.value for pair in pairs))
 
 
 def given_directions(
