@@ -482,6 +482,30 @@ def test_models_that_cast_to_float32(dtype: torch.dtype, scale: float, factor: f
     assert "along layers.1.weight" in str(caught.value)
 
 
+def aside(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return h.clone()
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-4])
+@pytest.mark.parametrize("hidden", [Tensor.detach, lambda h: h.data, aside])
+def test_a_thousandth_that_is_hidden_is_seen_in_float32(
+    hidden: Callable[[Tensor], Tensor], share: float
+) -> None:
+    """What is cut out of the graph on its way has the model asked in float64."""
+
+    def part(h: Tensor) -> Tensor:
+        return h * (1 - share) + hidden(h) * share
+
+    def softmax(h: Tensor) -> Tensor:
+        powers = torch.exp(h - hidden(h.amax(1, keepdim=True)))  # what is hidden cancels
+        return powers / powers.sum(1, keepdim=True)
+
+    with pytest.raises(sf.ModelError, match="not the derivative"):
+        sf.trace(Between(part), data())
+    sf.trace(Between(softmax), data(), curvature="ggn")
+
+
 class Norm(nn.Module):
     """RMSNorm, computed in float32."""
 

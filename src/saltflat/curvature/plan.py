@@ -294,11 +294,11 @@ def examine(risk: Risk, batch: Batch, certify: Certify, *, keep: bool = False) -
 
 def _examine_in_full(risk: Risk, batch: Batch, certify: Certify, keep: bool) -> Plan:
     with full_precision(risk.device):
-        plan, slopes = _examine_graph(risk, batch, certify, keep)
+        plan, slopes, cuts = _examine_graph(risk, batch, certify, keep)
         # Unless it is kept the graph is gone: what follows has the memory that it took.
         if slopes is not None:
             together = None if plan.coupled else _FEW
-            check_derivative(risk, batch, *slopes, together=together)
+            check_derivative(risk, batch, *slopes, together=together, cuts=cuts)
         bears = _bears_channels_last(risk, batch, plan.sample_outputs)
         return replace(plan, channels_last=bears)
 
@@ -314,9 +314,10 @@ def _rounding(risk: Risk, batch: Batch, outputs: Tensor) -> float:
 
 def _examine_graph(
     risk: Risk, batch: Batch, certify: Certify, keep: bool
-) -> tuple[Plan, tuple[Tensor, dict[str, Tensor], dict[str, float]] | None]:
-    """What one forward pass and its graph show, but for the layout that the model bears; and a
-    cotangent with the gradients that autograd gives for it and their largest entries."""
+) -> tuple[Plan, tuple[Tensor, dict[str, Tensor], dict[str, float]] | None, bool]:
+    """What one forward pass and its graph show, but for the layout that the model bears; a
+    cotangent with the gradients that autograd gives for it and their largest entries; and whether
+    something in it was hidden from autograd."""
     recorder = Recorder(risk.leaves)
     outputs = risk.forward(batch, recorder)
     risk.check(outputs, batch)
@@ -356,7 +357,7 @@ def _examine_graph(
         passed=[Passed(outputs, uses, proof)] if keep else [],
         **_sizes(batch, outputs, uses),
     )
-    return plan, slopes
+    return plan, slopes, recorder.cuts
 
 
 def _without_padded(gradients: Mapping[str, Tensor], uses: Sequence[Use]) -> dict[str, Tensor]:

@@ -542,12 +542,14 @@ class Recorder(Safe):
         super().__init__()
         self.names = {id(p): name for name, p in parameters.items()}
         self.uses: list[Use] = []
+        self.cuts = False  # whether something was hidden from autograd
         self._looked_up: dict[int, tuple[Tensor, EmbeddingUse]] = {}  # once for all samples
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
+        self.cuts = self.cuts or func in _CUTS or not torch.is_grad_enabled()
         known = _OPERATIONS.get(func)
         if known and isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
             signature, build = known
@@ -579,6 +581,9 @@ class Recorder(Safe):
                 use.lookup, use.edge = use.edge.node, get_gradient_edge(output)
                 use.shape = output.shape
                 use.input = use.input.expand(len(output), *use.input.shape[1:])
+
+
+_CUTS = {Tensor.detach, Tensor.detach_, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
