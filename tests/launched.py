@@ -258,6 +258,9 @@ def launched(rank: int, folder: str, name: str, command: Command) -> tuple[int, 
     return done.exit_code, done.stdout, done.stderr
 
 
+TRACED: Command = ["measure", f"{ME}relu", "--data", f"{ME}broken_on_one", "--traceback"]
+
+
 def work(rank: int, world: int, folder: str) -> None:
     """All commands of a rank."""
     torch.set_num_threads(1)
@@ -268,4 +271,5 @@ def work(rank: int, world: int, folder: str) -> None:
         attempt(name, partial(launched, rank, folder, name, saving))
     for name, (command, _, _) in REFUSED.items():
         attempt(name, partial(launched, rank, folder, name, command))
+    attempt("traced", partial(launched, rank, folder, "traced", TRACED))
     attempt("killed", partial(launched, rank, folder, "killed", KILLED))

@@ -33,7 +33,7 @@ Results = list[dict[Any, Any]]
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     """The results of all commands, and where they are: data, and a store for every command."""
     folder = tmp_path_factory.mktemp("launched")
-    names = [*launched.SAME, *launched.REFUSED, "killed"]
+    names = [*launched.SAME, *launched.REFUSED, "traced", "killed"]
     stores = {n: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for n in names}
     ports = {name: str(store.port) for name, store in stores.items()}
     (folder / "ports.json").write_text(json.dumps(ports))
@@ -85,6 +85,13 @@ def test_an_error_ends_all_and_is_told_once(world: tuple[Path, Results], name: s
     assert "Traceback" not in told
     assert told.count("saltflat: ") == 1, told
     assert outputs[1] == ""
+
+
+def test_a_traceback_is_that_of_the_rank_that_raised(world: tuple[Path, Results]) -> None:
+    _, (first, second) = world
+    told = first["traced"][2] + second["traced"][2]
+    assert "in broken_on_one" in told
+    assert told.count('FileNotFoundError("no such disk")') == 1
 
 
 def test_a_process_that_is_killed_ends_the_others(world: tuple[Path, Results]) -> None:

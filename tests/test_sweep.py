@@ -30,6 +30,7 @@ from saltflat.reproduction import Reproduction
 from saltflat.sweep import Folder, Run, grid, sweep, train_together
 from saltflat.sweep import progress as shown
 from saltflat.sweep.jobs import _used, code_of
+from saltflat.sweep.processes import _serve
 from saltflat.sweep.progress import Tally
 
 HERE = Path(__file__).parent
@@ -348,6 +349,21 @@ def test_ctrl_c_while_a_process_is_started_is_heard(
         swept(tmp_path, grid(x=[1, 2, 3]), sweeps.square, workers=2)
     assert not multiprocessing.active_children()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_process_that_nobody_waits_for_ends_in_silence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As after Ctrl-C, which comes while it starts."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, sweeps.square, torch.device("cpu"), 1))
+    process.start()
+    theirs.close()
+    ours.close()
+    process.join(60)
+    assert process.exitcode == 0
+    assert not capfd.readouterr().err
 
 
 def _alive(pid: int) -> bool:

@@ -8,6 +8,7 @@ rank, so that all of them take the same decisions afterwards. An error of one ra
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -333,8 +334,23 @@ def _packed(content: Any) -> bytes:
     return file.getvalue()
 
 
+def origin(error: BaseException) -> str:
+    """The traceback of an error on the rank that raised it."""
+    known: str | None = getattr(error, _ORIGIN, None)
+    return known or "".join(traceback.format_exception(error))
+
+
+_ORIGIN = "_saltflat_origin"  # an attribute, for a traceback is not sent along
+
+
 def _portable(error: BaseException) -> BaseException:
     """The error, or one that says the same, where it cannot be sent to other processes."""
+    sent = _sendable(error)
+    sent.__dict__.setdefault(_ORIGIN, origin(error))
+    return sent
+
+
+def _sendable(error: BaseException) -> BaseException:
     try:
         if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

@@ -1,4 +1,5 @@
-"""Measuring on some of the samples: growing random parts of the data, until an interval is tight.
+"""Measuring on some of the samples: growing random parts of the data, until an interval is tight;
+and the stretch of them that is one rank's (`shard`).
 
 *The rule.* The samples are put in a random order once, and measured in the first 256 of it, or 512,
 or 1024, …, up to half of them. These sizes are fixed beforehand, and the interval at each of them

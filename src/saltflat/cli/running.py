@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -24,7 +23,7 @@ from rich.console import Console
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from saltflat.distributed import Reduction, reduction
+from saltflat.distributed import Reduction, origin, reduction
 from saltflat.errors import DistributedError, Interrupted, LoadError, SaltflatError
 from saltflat.report import ASK, store
 
@@ -183,7 +182,7 @@ class Voice:
                 content = {"kind": type(error).__name__, "message": words, "exit": int(code)}
                 self._json({"saltflat": 1, "error": content})
             if self.traceback:
-                traceback.print_exception(error, file=sys.stderr)
+                print(origin(error), file=sys.stderr, end="")
             _tell(words)
 
         return self.ended(code, tell)

@@ -147,8 +147,8 @@ def _serve(connection: Connection, work: Work, device: torch.device, threads: in
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     code = code_of(work)
-    connection.send(None)
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
+        connection.send(None)
         while True:
             job = connection.recv()
             connection.send(done(job, work, device, code))
