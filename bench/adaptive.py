@@ -106,7 +106,7 @@ class Row:
         self.time.append(shorter / alone)
         directions = exact_price(len(model(data[0][:1])[0]) - 1)
         self.work.append(_gradients(model, data, tolerance) / directions)
-        sent, every = re.findall(r"(\d+) of (\d+) pairs", " ".join(found.notes))[0]
+        sent, every = re.findall(r"(\d+) mixes for (\d+) pairs", " ".join(found.notes))[0]
         self.pairs.append(int(sent) / int(every))
         self.errors.append(found.stderr / found.total)
         self.totals.append((found.total - exact.total) / found.stderr)

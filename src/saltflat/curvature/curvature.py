@@ -763,9 +763,9 @@ class _Search:
             self._not_chosen(done)
             return requests
         note = (
-            f"tolerance={asked}: {search.sent} of {search.pairs} pairs of a sample "
-            "and a direction were sent backwards, and a mix of each sample's; the estimate is made "
-            f"of {len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
+            f"tolerance={asked}: {search.sent} mixes for {search.pairs} pairs of a sample and a "
+            f"direction were sent backwards, more than one of {done.often} samples, and "
+            f"{done.count} of these, drawn at random, tell the error"
         )
         self.findings.notes.append(note)
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}
