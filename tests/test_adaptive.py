@@ -169,7 +169,7 @@ def unsuited() -> Iterator[Any]:
     few = tuple(part[:40] for part in data)
     own = lambda o, t: nn.functional.cross_entropy(o, t) * 2  # noqa: E731
     yield pytest.param(plain, data, {"tolerance": 1e-5}, "saves too little", id="all matter")
-    yield pytest.param(plain, few, {"tolerance": 0.01}, "only 280 pairs", id="few pairs")
+    yield pytest.param(plain, few, {"tolerance": 0.01}, "only 40 samples", id="few samples")
     sure = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Flatten()).double()
     nn.init.constant_(sure[0].weight, 0.0)
     sure[0].weight.data[0] = 1e6

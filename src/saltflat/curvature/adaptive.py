@@ -26,11 +26,15 @@ about the square of its error.) The variance is
 over those drawn, of chances π, whose means changed by Δ, with a and b the products of sizes that
 were left and are left, and has 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. Where
 samples matter that were not drawn it may be too small, and it is not less than what it would be if
-in all samples products were to their sizes, and squares of what a look gave, as in those drawn,
-and as large as can be in the one that may have most of those with more than three times the mean.
-Nor is an error stated that is less than a two-hundredth of the tolerance. Where an error is larger
-than the tolerance, there are more looks, by what was seen of the products; no look is made again.
-Where it leaves too little to save, all directions are sent: an ordinary sweep.
+in all samples products were to their sizes, and squares of what a look gave, as in those drawn; of
+samples with more than three times the mean ratio, the root of the sum of squares is added, by which
+that is off if it varies by about one from sample to sample. Nor is an error stated that is less
+than a two-hundredth of the tolerance. Where an error is larger than the tolerance, there are more
+looks, by what was seen of the products; no look is made again. Where it leaves too little to save,
+all directions are sent: an ordinary sweep.
+
+Entries, of which products do not cancel as in their sum, are made of as many looks as if no product
+did, in a pass of their own. Their error is what the drawn samples' changes come to in groups.
 
 Signs and draws belong to samples. Samples are gathered by how many of their looks travel, so that
 the passes are dense; one with many is there several times.
@@ -79,7 +83,7 @@ _ADDED: dict[Kind, Kind] = {"diagonal": "trace"}
 Key = tuple[Kind, str]  # of a block, or of all of them, by the name ""
 
 LEAST_DIRECTIONS = 3  # of a sample
-_FEWEST = 2048  # pairs of a sample and a direction
+_FEWEST = 256  # samples, of which fewer do not vouch for each other
 _DRAWN = 128  # samples that tell errors, about
 _GUESS = 0.25  # what products of directions have, on average, of those of their sizes
 _AIM = 0.95  # of the tolerance: to miss it costs the looks that were wanting
@@ -598,7 +602,8 @@ class Designer:
         """The variances of all blocks, in parts of their squares."""
         before, after = self.seen.left(design.exponents), self.seen.left(design.all)
         every = self.squares @ torch.where(design.drawn, after, before)
-        return shares * every + (before * self.seen.strange(self.squares, design)).amax(1)
+        more = (before * self.seen.strange(self.squares, design)).square().sum(1).sqrt()
+        return shares * every + more
 
 
 @final
@@ -645,8 +650,8 @@ class Estimate:
             variance, degrees = self.plain(key)
             left = torch.where(self.design.drawn, self.after, self.before)
             squares = self.seen.squares[key]
-            one = (self.seen.strange(squares, self.design) * self.before).max()
-            every = self.share(key) * float(squares @ left) + float(one)
+            more = (self.seen.strange(squares, self.design) * self.before).norm()
+            every = self.share(key) * float(squares @ left) + float(more)
             variance = max(variance, every * (self.seen.totals[key] / self.scale) ** 2)
             least = (_FINEST * self.tolerance * self.totals[key]) ** 2
             self._errors[key] = sqrt(max(variance, least)), degrees if variance > least else inf
@@ -790,8 +795,8 @@ class AdaptiveRank:
             return "samples have unlike numbers of directions"
         self.samples = survey.samples
         self.pairs = self.samples * counts.pop()
-        if self.pairs < _FEWEST:
-            return f"there are only {self.pairs} pairs of a sample and a direction"
+        if self.samples < _FEWEST:
+            return f"there are only {self.samples} samples"
         left = torch.cat([part for *_, parts in told for part in parts])
         seen = Seen(survey, left[:, 0], left[:, 1:])
         if float(seen.sizes.sum()) == 0:
