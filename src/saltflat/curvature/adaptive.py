@@ -85,7 +85,7 @@ Key = tuple[Kind, str]  # of a block, or of all of them, by the name ""
 LEAST_DIRECTIONS = 3  # of a sample
 _FEWEST = 256  # samples, of which fewer do not vouch for each other
 _DRAWN = 128  # samples that tell errors, about
-_GUESS = 0.25  # what products of directions have, on average, of those of their sizes
+_GUESS = 2.25  # what products of directions have of those of their sizes, times their number
 _AIM = 0.95  # of the tolerance: to miss it costs the looks that were wanting
 _FAR, _STRANGE = 10.0, 3.0  # times the mean of ‖Jᵀu‖²/|u|²
 _HALVINGS = 24  # of a range of prices
@@ -808,7 +808,8 @@ class AdaptiveRank:
         self.sent, self.rules = self.samples, {n: set(r) for n, r in survey.rules.items()}
         # Products that cancel where entries are added up do not in each of them.
         least = 1.0 if self.kinds & WHOLE else 0.0
-        each, shares = direction_price(self.kinds), dict.fromkeys(seen.values, max(_GUESS, least))
+        each, guess = direction_price(self.kinds), max(_GUESS * self.samples / self.pairs, least)
+        shares = dict.fromkeys(seen.values, guess)
         for attempt in range(_ROUNDS):
             designer = Designer(seen, each, tolerance, self.seed)
             design = designer.design(shares, _AIM * 0.9 ** max(0, attempt - 1))
