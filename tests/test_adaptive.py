@@ -106,6 +106,39 @@ def test_every_block_is_within_the_tolerance(drawn: list[sf.Trace]) -> None:
             assert detail.degrees > 1
 
 
+class Shifted(nn.Module):
+    """One more parameter, whose block is next to nothing and noisier than the others: directions
+    are all alike in it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.shift = network, nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        along = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        outputs: Tensor = self.network(x) + 1e-3 * self.shift * along
+        return outputs
+
+
+def test_a_small_block_has_the_tolerance_of_a_fifth_of_all() -> None:
+    """But not where what is measured is no sum over blocks."""
+    network, data = trained()
+    model = Shifted(copy.deepcopy(network))
+    for seed in range(4):
+        options: dict[str, Any] = {"tolerance": TOLERANCE, "seed": seed}
+        found = sf.trace(model, data, **options)
+        errors = {n: float(d.stderr) / TOLERANCE for n, d in found.details.items()}
+        assert 1.5 * found["shift"] < errors["shift"] < found.total / 5
+        assert all(e <= max(found[n], found.total / 5) for n, e in errors.items())
+        alone, both = (
+            sf.measure(model, data, measures=names, standing=False, **options)
+            for names in (["hessian_trace"], ["hessian_trace", "minimum_sharpness"])
+        )
+        assert alone["hessian_trace"].by_parameter == pytest.approx(dict(found), rel=1e-12)
+        sent, more = (int(note.split()[1]) for r in (found, both) for note in r.notes[:1])
+        assert more > 1.05 * sent
+
+
 def test_fewer_mixes_are_sent_and_the_notes_say_so(drawn: list[sf.Trace]) -> None:
     (note,) = drawn[0].notes
     sent, every = (int(note.split()[k]) for k in (1, 4))

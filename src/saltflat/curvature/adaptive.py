@@ -86,6 +86,7 @@ LEAST_DIRECTIONS = 3  # of a sample
 _FEWEST = 256  # samples, of which fewer do not vouch for each other
 _DRAWN = 128  # samples that tell errors, about
 _GUESS = 2.25  # what products of directions have of those of their sizes, times their number
+_PARTS = 5  # of the sum of all blocks, within whose tolerance an error of any block is small
 _AIM = 0.95  # of the tolerance: to miss it costs the looks that were wanting
 _FAR, _STRANGE = 10.0, 3.0  # times the mean of ‖Jᵀu‖²/|u|²
 _HALVINGS = 24  # of a range of prices
@@ -491,7 +492,7 @@ class PackedPass(LookPass):
 class Seen:
     """What all looks gave so far, and how many every sample had."""
 
-    def __init__(self, survey: Survey, sizes: Tensor, left: Tensor) -> None:
+    def __init__(self, survey: Survey, sizes: Tensor, left: Tensor, each_block: bool) -> None:
         self.sizes, self.residues = sizes, left
         self.exponents = torch.zeros(len(sizes), dtype=torch.long)
         lengths, values = survey.told(survey.own)
@@ -500,6 +501,14 @@ class Seen:
         self.totals = {key: mean * float(sizes.sum()) for key, mean in self.means.items()}
         self.samples, self.numbers = torch.arange(len(sizes)), torch.zeros_like(self.exponents)
         self.values = self._corrected(self.samples, lengths, values)
+        # How many times the tolerance a block's error may be: of one that is next to nothing of
+        # the sum of all, what of the sum is next to nothing.
+        self.bars = {
+            (kind, name): max(1.0, self.totals[kind, ""] / (_PARTS * total))
+            if total > 0 and not each_block
+            else 1.0
+            for (kind, name), total in self.totals.items()
+        }
         self.squares = {key: self._square(key, y / lengths) for key, y in values.items()}
 
     def _corrected(
@@ -579,10 +588,12 @@ class Designer:
         """The one for which every block's error is about `aim` of the tolerance; products have such
         shares of those of their sizes."""
         by = torch.tensor([shares[key] for key in self.seen.squares], dtype=torch.float64)
+        bars = torch.tensor([self.seen.bars[key] for key in self.seen.squares]).double()
         low, high = 0.0, 24.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            if bool((self._noise(self._at(middle), by) <= (aim * self.tolerance) ** 2).all()):
+            noise = self._noise(self._at(middle), by)
+            if bool((noise <= (aim * self.tolerance * bars).square()).all()):
                 high = middle
             else:
                 low = middle
@@ -658,7 +669,8 @@ class Estimate:
         return self._errors[key]
 
     def within(self) -> bool:
-        return all(self.error(key)[0] <= self.tolerance * y for key, y in self.totals.items())
+        allowed = {key: self.tolerance * bar for key, bar in self.seen.bars.items()}
+        return all(self.error(key)[0] <= allowed[key] * y for key, y in self.totals.items())
 
 
 @final
@@ -768,6 +780,7 @@ class AdaptiveRank:
     seed: int
     hessian: bool
     folds: int  # groups of the drawn samples, whose sums tell errors
+    each_block: bool  # whether small blocks too must have errors within the tolerance of their own
     spent: float = field(default=0.0, init=False)  # of the price of a sweep
     sent: int = field(default=0, init=False)  # looks
     pairs: int = field(default=0, init=False)  # of a sample and a direction
@@ -798,7 +811,7 @@ class AdaptiveRank:
         if self.samples < _FEWEST:
             return f"there are only {self.samples} samples"
         left = torch.cat([part for *_, parts in told for part in parts])
-        seen = Seen(survey, left[:, 0], left[:, 1:])
+        seen = Seen(survey, left[:, 0], left[:, 1:], self.each_block)
         if float(seen.sizes.sum()) == 0:
             return "the outputs have no curvature"
         return self._search(survey, seen)

@@ -265,16 +265,24 @@ class Curvature:
         self.loss = JointLoss(self.loss.call, self.loss.measured, self.loss.missing)
         return plan
 
-    def find(self, kinds: frozenset[Kind], groups: int = 0, only: Choice | None = None) -> Findings:
+    def find(
+        self,
+        kinds: frozenset[Kind],
+        groups: int = 0,
+        only: Choice | None = None,
+        each_block: bool = False,
+    ) -> Findings:
         """Several kinds of quantities from one sweep, of estimates this many groups of draws.
 
-        `only` tells the parameters that a kind is wanted of, where these are not all.
+        `only` tells the parameters that a kind is wanted of, where these are not all. What is not a
+        sum over blocks needs `each_block` within the tolerance, however small it is.
         """
         first, stream = self.risk.begun()
         plan = self.look(first, keep=True)
         chosen = only(self.layers(plan)) if only else {}
         while isinstance(
-            findings := _Search(self, kinds, groups, plan, chosen).run(stream, first), Refutation
+            findings := _Search(self, kinds, groups, plan, chosen, each_block).run(stream, first),
+            Refutation,
         ):
             plan, stream = self._weaken(plan, findings), self.risk.batches()
         plan.passed.clear()
@@ -332,7 +340,7 @@ class Curvature:
         return self._first or self.find(frozenset())
 
     def quantities(
-        self, kinds: frozenset[Kind], only: Choice | None = None
+        self, kinds: frozenset[Kind], only: Choice | None = None, each_block: bool = True
     ) -> dict[Kind, Quantity]:
         """The same, for measures: with draws, from which the error of what is made of them comes.
 
@@ -343,7 +351,7 @@ class Curvature:
         entries = sum(p.numel() for p in self.risk.parameters.values())
         own = _OWN_GROUPS // 2 if entries > _LARGE else _OWN_GROUPS
         groups = min(count, _GROUPS) if count else own
-        quantities = self.find(kinds, groups, only).quantities
+        quantities = self.find(kinds, groups, only, each_block).quantities
         return {kind: quantities[kind] for kind in kinds if kind in quantities}
 
     def eigenpairs(self, names: Sequence[str], k: int, tol: float) -> tuple[Eigenpair, ...]:
@@ -548,8 +556,9 @@ class _Search:
         groups: int,
         plan: Plan,
         only: Parameters,
+        each_block: bool,
     ) -> None:
-        self.only = only
+        self.only, self.each_block = only, each_block
         self.whole, self.kinds, self.groups, self.plan = curvature, kinds, groups, plan
         self.risk, self.hessian = curvature.risk, curvature.matrix == "hessian"
         self.settings, given = curvature.settings, curvature.estimator
@@ -755,7 +764,7 @@ class _Search:
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
         parts = self.risk, loss, settings, self.weights, wanted, self.plan, seed, self.hessian
-        search = AdaptiveRank(*parts, self.groups or GROUPS)
+        search = AdaptiveRank(*parts, self.groups or GROUPS, self.each_block)
         done = search.run(stream)
         if isinstance(done, Refutation):
             return done
