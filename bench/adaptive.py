@@ -5,11 +5,12 @@
 Networks are trained until at least 99 % of the training samples are right, each from a seed of its
 own: multilayer perceptrons and convolutional networks, on scikit-learn's digits (10 classes) and on
 Gaussian clusters (100 classes). Of each, the exact trace and the one within the tolerance are taken
-in the same run: the pairs of a sample and a direction that were sent backwards, the prices in
-gradients as `Report.provenance` counts them, and the fastest of some runs each, which take turns:
-five, or two of the larger networks. z is error over standard error, of the sum and of every block
-whose error is more than rounding. With `--mnist` two larger networks come to them, on 10,000
-images, which are looked for as `saltflat.datasets` does.
+in the same run: the mixes of a sample's directions that were sent backwards, as a share of all
+pairs of a sample and a direction, the prices in gradients as `Report.provenance` counts them, and
+the fastest of some runs each, which take turns: five, or two of the larger networks. z is error
+over standard error, of the sum and of every block whose error is more than rounding. With `--mnist`
+two larger networks come to them, on 10,000 images, which are looked for as `saltflat.datasets`
+does.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Row:
 
     name: str
     accuracy: list[float] = field(default_factory=list)
-    pairs: list[float] = field(default_factory=list)  # share that was sent
+    pairs: list[float] = field(default_factory=list)  # mixes that were sent, as a share
     work: list[float] = field(default_factory=list)  # gradients, as a share of the exact pass's
     time: list[float] = field(default_factory=list)  # the same
     errors: list[float] = field(default_factory=list)  # standard error over value
@@ -106,7 +107,7 @@ class Row:
         self.time.append(shorter / alone)
         directions = exact_price(len(model(data[0][:1])[0]) - 1)
         self.work.append(_gradients(model, data, tolerance) / directions)
-        sent, every = re.findall(r"(\d+) of (\d+) pairs", " ".join(found.notes))[0]
+        sent, every = re.findall(r"(\d+) mixes for (\d+) pairs", " ".join(found.notes))[0]
         self.pairs.append(int(sent) / int(every))
         self.errors.append(found.stderr / found.total)
         self.totals.append((found.total - exact.total) / found.stderr)
@@ -199,7 +200,7 @@ def main() -> None:
         rows += large(options.tolerance)
     print(f"tolerance={options.tolerance:g}, {options.threads} CPU thread, {torch.__version__}.")
     print("Shares of the exact pass: mean (largest). Held: |z| ≤ 2, and the rms of z.\n")
-    print("| network | networks | accuracy | pairs | gradients | time | s.e. | sums | blocks |")
+    print("| network | networks | accuracy | mixes | gradients | time | s.e. | sums | blocks |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(row.cells()) + " |")

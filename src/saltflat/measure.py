@@ -397,7 +397,8 @@ def prepared(
         with derivatives_explained():
             if kinds:
                 _narrow(engine, measures)
-                quantities = engine.quantities(kinds, partial(_wanted, measures))
+                each_block = not all(measure.adds_up for measure in measures)
+                quantities = engine.quantities(kinds, partial(_wanted, measures), each_block)
     except (SaltflatError, RuntimeError) as error:
         alone = NoSecondDerivative | NotApplicable | MissingDependency
         if on_error == "raise" or (

@@ -1,43 +1,43 @@
-"""Adaptive rank: of all pairs (sample, direction), those that matter are sent backwards.
+"""Adaptive rank: of every sample as many mixes of its directions are sent backwards as it takes.
 
-What a direction u of a sample gives to a trace is ‖Jᵀu‖², on trained networks about proportional
-to its size |u|², which ranges over many orders of magnitude: confident samples have next to no
-curvature in their outputs. But nothing bounds the ratio ‖Jᵀu‖²/|u|²: one sample with inputs of
-another scale may hold all of a trace and next to nothing of the sizes. So
+What all directions u of a sample give to a trace, Σ ‖Jᵀu‖², is had on average from a single mix of
+them with random signs, ‖Jᵀ Σ ±u‖². The products of directions are its noise, and trained networks
+are confident: next to no sample has more than one direction that is not tiny. Further looks at a
+sample take the same signs times a row of a Walsh matrix, and two directions have no product left in
+the mean of L = 2, 4, … looks unless they are in the same of L classes; which are such that products
+of large ones go first. As many looks as there are directions, or more, have no noise. So
 
-1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and sends the
-   largest direction of each backwards. That is most of what a confident sample has, is had without
-   error, and tells the sample's ratio in every block: that of all its directions, where classes are
-   told from the same features. Whether it is shows in a random mix of all the others, which is sent
-   too: where that gives far more than it should, any of them may be why, and each is taken for as
-   important as the mix. Places of a sequence, or targets, may each have features of their own, of
-   which these two do not tell: with these, all pairs are sent;
-2. a pilot sends a few others, some of them for every entry of the outputs, which tells by how much
-   every entry's ratio is larger than that;
-3. a direction's importance s is its size, each entry's square times what the entry gains, times the
-   ratio of its sample, in the block where they are largest.
-   Pairs with s ≥ τ are all sent backwards. Any other is with the chance s/τ, drawn by a number that
-   belongs to the sample and the direction, and then has the weight S/(m s), for S the sum of s
-   below τ and m the pairs drawn there. The number is the same for every τ and in the pilot: where
-   τ turns out to be too large, those drawn are drawn again for a lower one, and not sent again.
+1. a survey sends all samples forwards, proves the blocks on them as a sweep does, and sends one mix
+   of all directions of each backwards;
+2. samples have the more looks the larger the products of their directions' sizes |u|² are that are
+   left: the least work for a sum of squares of these. That alone decides, never what a look gave:
+   who looks again where a look gave much, and not where it gave little, has less than there is. But
+   a sample whose ‖Jᵀu‖²/|u|² is r > 10 times the mean, having inputs of another scale, has all
+   looks if it holds more than 10/r of the tolerance of a block: others do not vouch for it;
+3. some samples, drawn with chances in proportion to what is left, have twice as many looks. By how
+   much their means change is what products are left of the others, who were not drawn.
 
-Drawn pairs are sent at their weight, u √(S/(m s)). What arrives, y, adds up to an estimate for all
-that are below τ. (It is a ratio, whose bias is about its error over √m.) Its error is the spread of
-the y,
+A mix is longer or shorter than its directions are together, by chance: what arrives is corrected by
+that, times the mean of ‖Jᵀu‖²/|u|². (That mean is of all looks of the survey, and makes a bias of
+about the square of its error.) The variance is
 
-    variance = m/(m − 1) Σ (1 − s/τ)(y − ȳ)²,
+    Σ ((1 − π)/π + b/a) a/(a − b) Δ²
 
-with 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. Where pairs matter that were not
-drawn this is too small, and the variance is then what it would be if all directions of a sample had
-the ratio of its largest, which is known of all samples. Where all mixes together, whose mean is
-what all other directions give, gave far more than the estimate, all pairs are sent. Nor is an error
-stated that is less than a two-hundredth of the tolerance: single directions may matter that much of
-which neither tells. τ is the largest that keeps every block's error within the tolerance, with a
-margin, by what y/s varies by in the pilot, which looks where τ will about be. Where it leaves too
-little to save, all pairs are sent: an ordinary sweep.
+over those drawn, of chances π, whose means changed by Δ, with a and b the products of sizes that
+were left and are left, and has 2 (Σ v)²/Σ v² degrees of freedom, v the terms of that sum. Where
+samples matter that were not drawn it may be too small, and it is not less than what it would be if
+in all samples products were to their sizes, and squares of what a look gave, as in those drawn; of
+samples with more than three times the mean ratio, the root of the sum of squares is added, by which
+that is off if it varies by about one from sample to sample. Nor is an error stated that is less
+than a two-hundredth of the tolerance. Where an error is larger than the tolerance, there are more
+looks, by what was seen of the products; no look is made again. Where it leaves too little to save,
+all directions are sent: an ordinary sweep.
 
-Samples are gathered by how many of their directions travel, so that the passes are dense; one with
-many is there several times.
+Entries, of which products do not cancel as in their sum, are made of as many looks as if no product
+did, in a pass of their own. Their error is what the drawn samples' changes come to in groups.
+
+Signs and draws belong to samples. Samples are gathered by how many of their looks travel, so that
+the passes are dense; one with many is there several times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
-from math import inf, isfinite, sqrt
+from math import inf, sqrt
 from typing import Any, final
 
 import torch
@@ -59,7 +59,6 @@ from saltflat.curvature.plan import Plan, Refutation, Settings
 from saltflat.curvature.sweep import (
     CURVATURE,
     FORMS,
-    SURPRISE,
     Chunk,
     Kind,
     Pass,
@@ -76,93 +75,154 @@ from saltflat.losses import Loss, divisor
 from saltflat.risk import Batch, Risk, join
 from saltflat.work import FORWARD
 
-# Kinds with more than one number a block. What they add up to is a number for every pair, and has
-# an error. Single entries have none that holds: one that few pairs feed is 0 ± 0 if none is drawn.
+# Kinds with more than one number a block. What they add up to is a number for every look, and has
+# an error. Single entries have none that holds: one that few samples feed is 0 ± 0 if none of them
+# is drawn.
 WHOLE: frozenset[Kind] = frozenset({"diagonal", "columns", "rows"})
 _ADDED: dict[Kind, Kind] = {"diagonal": "trace"}
+Key = tuple[Kind, str]  # of a block, or of all of them, by the name ""
 
-LEAST_DIRECTIONS = 3  # of a sample, of which the largest is always sent
-_LEAST_RATIO = 0.25  # of ‖Jᵀu‖²/|u|², to its mean
-_LEAST = 128  # pairs to be drawn, about
-_PILOT = 192, 64  # the same of a pilot, below and above the threshold that is looked for
-_STEPS = 60  # of a pilot's search for gains
-_OFFERS = 1024  # thresholds to choose from
-_OF_EACH = 4  # pairs of a pilot for every entry of the outputs, as their first and their second
-_SPARE = 8  # times as many, that are ranked
-_FEW = 192  # samples that they are of, about
-_GUESS = 0.5  # what ‖Jᵀu‖²/|u|² varies by, of its mean
-_AIM = 0.9  # of the tolerance: to miss it costs the pairs that were wanting
-_FAR = 3.0  # standard errors of mixes, and of directions: too far apart
-_MIXED = 2  # among the keys of random numbers
+LEAST_DIRECTIONS = 3  # of a sample
+_FEWEST = 256  # samples, of which fewer do not vouch for each other
+_DRAWN = 128  # samples that tell errors, about
+_GUESS = 2.25  # what products of directions have of those of their sizes, times their number
+_PARTS = 5  # of the sum of all blocks, within whose tolerance an error of any block is small
+_AIM = 0.95  # of the tolerance: to miss it costs the looks that were wanting
+_FAR, _STRANGE = 10.0, 3.0  # times the mean of ‖Jᵀu‖²/|u|²
+_HALVINGS = 24  # of a range of prices
 _FINEST = 0.005  # of the tolerance: no error is stated that is less
-_ROUNDS = 3
+_ROUNDS = 6
 _WORTH = 0.7  # of the price of a sweep
-GROUPS = 16  # of the drawn pairs, where nobody asks for another number
+GROUPS = 16  # of the drawn samples, where nobody asks for another number
 _ROWS = 1024  # of a batch of gathered samples
-_BLOCK = 4096  # samples that are drawn from at a time
-_WIDEST = 16  # directions that a sample of a batch is sent with
-_BATCH = 150.0  # gradients of a sample that a batch less is worth
+_WIDEST = 16  # looks that a sample of a batch is sent with
+_BATCH = 25.0  # gradients of a sample that a batch less is worth
+_SIGNS, _DRAWS = 1, 2  # among the keys of random numbers
 
 _TRACE: frozenset[Kind] = frozenset({"trace"})
-_HIDDEN = "mixes of directions gave far more than the directions that were chosen from them"
-_APART = "one direction tells of the others only with the classes of one place and cross-entropy"
+_APART = "mixes of directions are for the classes of one place and cross-entropy"
 
 
-def mixing(samples: range, classes: int, *key: int) -> Tensor:
-    """Noise for the mixes of a survey, which belongs to samples: signs, times magnitudes that make
-    it unlikely for two directions to cancel. Their squares are spread evenly over [1/2, 3/2]."""
-    numbers = uniforms(samples, classes, *key, _MIXED)
-    sizes = (2 * numbers % 1 + 0.5).sqrt_()
-    return torch.where(numbers < 0.5, -sizes, sizes)
+def signs_of(samples: range, directions: int, seed: int) -> Tensor:
+    """Random signs that belong to samples, for their directions."""
+    return 1 - 2 * (uniforms(samples, directions, seed, _SIGNS) < 0.5).to(torch.int8)
+
+
+def classes(directions: int) -> Tensor:
+    """In which of L = 1, 2, 4, … classes directions are is their number here modulo L.
+
+    It is the Gray code of their rank: the first L are in L classes, and the next L in these from
+    the last to the first, so that the largest is with the smallest.
+    """
+    rank = torch.arange(directions)
+    return rank ^ (rank >> 1)
+
+
+def finest(directions: int) -> int:
+    """The exponent of the least power of two that is no less."""
+    return (directions - 1).bit_length()
+
+
+def walsh(directions: int) -> Tensor:
+    """Signs of all looks for directions: in the mean of the first L looks, products of two that are
+    in the same of L classes are left, and no others."""
+    both = torch.arange(1 << finest(directions))[:, None] & classes(directions)
+    odd = torch.zeros_like(both)
+    while bool(both.any()):
+        odd, both = odd ^ (both & 1), both >> 1
+    return (1 - 2 * odd).to(torch.int8)
+
+
+def residues(sizes: Tensor) -> Tensor:
+    """The products of two directions' sizes that are left in the mean of 1, 2, 4, … looks, times 4,
+    (n, exponents): that of a look's noise where the two arrive as the same."""
+    count, found = sizes.shape[1], []
+    for exponent in range(finest(count)):
+        sums = sizes.new_zeros(len(sizes), 1 << exponent)
+        sums.index_add_(1, (classes(count) % (1 << exponent)).to(sizes.device), sizes)
+        found.append(2 * (sums.square().sum(1) - sizes.square().sum(1)).clamp_(min=0))
+    return torch.stack([*found, torch.zeros_like(found[0])], 1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Those that are sent backwards, by samples."""
+
+    samples: Tensor
+    numbers: Tensor  # rows of the Walsh matrix
+    weights: Tensor
+    lots: Tensor  # whose sums are kept apart, of so many
+    count: int = 1
+
+    def among(self, samples: range) -> Looks:
+        """Those at some samples, which are counted from the first of them."""
+        here = (self.samples >= samples.start) & (self.samples < samples.stop)
+        parts = self.samples - samples.start, self.numbers, self.weights, self.lots
+        return Looks.of([tuple(part[here] for part in parts)], self.count)
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[Tensor, ...]], count: int) -> Looks:
+        samples, numbers, weights, lots = map(torch.cat, zip(*parts, strict=True))
+        return cls(samples, numbers, weights, lots, count)
+
+
+def looks(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The samples and numbers of looks from `first` to before `last` of every sample."""
+    counts = (last - first).clamp(min=0)
+    samples = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    starts = (counts.cumsum(0) - counts - first)[samples]
+    return samples, torch.arange(len(samples)) - starts
 
 
 @dataclass
-class PairPass(Pass):
-    """Directions of samples, sent backwards: `parts` has a number for every pair, `whole` sums of
-    more than a number by lots, of which the first are the pairs that are certain."""
+class LookPass(Pass):
+    """Mixes of samples' directions, sent backwards: `parts` has a number for every look, `whole`
+    sums of more than a number by lots."""
 
     apart: bool = field(kw_only=True)  # whether `whole` is wanted
-    parts: dict[tuple[Kind, str], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    whole: dict[tuple[Kind, str], dict[int, Tensor]] = field(default_factory=dict)
-    _whole: dict[tuple[Kind, str], Tensor] = field(default_factory=dict)  # of the chunk at hand
-    _table: Tensor = field(init=False)  # (directions, samples) of pairs, or −1
+    parts: dict[Key, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    lengths: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # |u|² of the mixes
+    whole: dict[Key, dict[int, Tensor]] = field(default_factory=dict)
+    _whole: dict[Key, Tensor] = field(default_factory=dict)  # of the chunk at hand
+    _length: Tensor = field(init=False)  # the same
+    _table: Tensor = field(init=False)  # (directions, samples) of looks, or −1
     _lot: int = 0
 
-    def send(self, chunk: Chunk, columns: Tensor, at: int = 0) -> None:
-        """Directions of the table from `at` on, and what comes of them into `pending`; into `whole`
-        what comes of the first ones."""
-        if at == 0:
-            self._whole = {}
+    def send(self, chunk: Chunk, columns: Tensor) -> None:
+        """The looks of the table, and what comes of them into `pending` and `whole`."""
+        self._whole = {}
+        self._length = columns.detach().cpu().double().square().flatten(2).sum(2)
         names, size = frozenset(self.requests), chunk.batch.size
         live = live_uses(chunk.uses, chunk.plan, names)
         price = direction_price(frozenset[Kind]().union(*self.requests.values()))
-        self.risk.work.add(size, FORWARD * (at == 0) + len(columns) * price)
+        self.risk.work.add(size, FORWARD + len(columns) * price)
         group = self.together(chunk)
         for start in range(0, len(columns), group):
             part = columns[start : start + group]
             arrived = backward(chunk.outputs, live, chunk.plan, part)
             with torch.no_grad():
                 for name, term in self.terms(chunk, live, arrived, names):
-                    self._add(name, term, at + start, len(part), slice(size), at == 0)
+                    self._add(name, term, start, len(part), slice(size))
             written = self.written_out(chunk.plan, CURVATURE)
             for rows, name, term in self.generic_terms(chunk, part, written):
-                self._add(name, term, at + start, len(part), rows, at == 0)
+                self._add(name, term, start, len(part), rows)
 
-    def _add(self, name: str, term: Term, start: int, count: int, rows: slice, first: bool) -> None:
+    def _add(self, name: str, term: Term, start: int, count: int, rows: slice) -> None:
         wanted, weight = self.requests[name], self.weights.get(name)
         self._place("trace", name, start, rows, term.squares(count))
-        if "diagonal" in wanted and self.apart and first:
+        if "diagonal" in wanted and self.apart:
             self._more("diagonal", name, term.diagonal(None))
         forms = wanted & FORMS.keys()
         for d in range(count if forms else 0):
             apart: dict[Kind, Tensor] = {}
             for kind, value in reduce(term.direction(d), forms, weight, None, apart):
-                if kind in WHOLE and self.apart and first:
+                if kind in WHOLE and self.apart:
                     self._more(kind, name, value)
                 self._place(kind, name, start + d, rows, apart[kind].unsqueeze(0))
 
     def _place(self, kind: Kind, name: str, start: int, rows: slice, values: Tensor) -> None:
-        """Numbers of some directions of some of the chunk's samples."""
+        """Numbers of some looks at some of the chunk's samples."""
         if (kind, name) not in self.pending:
             self.pending[kind, name] = values.new_zeros(self._table.shape)
         self.pending[kind, name][start : start + len(values), rows] = values
@@ -171,53 +231,80 @@ class PairPass(Pass):
         known = self._whole.get((kind, name))
         self._whole[kind, name] = value.double() if known is None else known.add_(value)
 
-    def commit(self, key: tuple[Kind, str], value: Tensor) -> None:
+    def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
+        super()._count(size, normaliser, counted, even)
+        if self.pending:
+            real = self._table >= 0
+            self.lengths.append((self._table[real], self._length[real]))
+
+    def commit(self, key: Key, value: Tensor) -> None:
         real = self._table >= 0
         self.parts.setdefault(key, []).append((self._table[real], value[real.to(value.device)]))
         if (whole := self._whole.pop(key, None)) is not None:
             self._put(key, whole)
         # The diagonal comes with the trace.
-        other: tuple[Kind, str] = "diagonal", key[1]
+        other: Key = "diagonal", key[1]
         if key[0] == "trace" and other in self._whole:
             self._put(other, self._whole.pop(other))
 
-    def _put(self, key: tuple[Kind, str], value: Tensor) -> None:
+    def _put(self, key: Key, value: Tensor) -> None:
         lots = self.whole.setdefault(key, {})
         lots[self._lot] = lots[self._lot].add_(value) if self._lot in lots else value
 
-    def part(self, key: tuple[Kind, str], count: int) -> Tensor:
-        """What came of so many pairs, not divided by the loss's normaliser; 0 where nothing did."""
-        numbers = torch.zeros(count, dtype=torch.float64)
-        for places, values in self.parts.get(key, []):
-            numbers[places] = values.cpu().double()
-        return numbers
+    def told(self, count: int) -> tuple[Tensor, dict[Key, Tensor]]:
+        """The lengths of so many looks here, and what came of them, not divided by the loss's
+        normaliser, on all ranks in the order of samples."""
+        keys = self._keys()
+        parts = [self.lengths, *(self.parts.get(key, []) for key in keys)]
+        own = [_filled(part, count) for part in parts]
+        ranks = self.reduction.each(lambda: own)
+        lengths, *values = (torch.cat(each) for each in zip(*ranks, strict=True))
+        return lengths, dict(_with_sums(dict(zip(keys, values, strict=True))))
 
-    @property
-    def keys(self) -> list[tuple[Kind, str]]:
-        """What has a number for every pair."""
+    def _keys(self) -> list[Key]:
+        """What has a number for every look."""
         wanted = {(kind, n) for n, kinds in self.requests.items() for kind in kinds - {"magnitude"}}
         return sorted({(_ADDED.get(kind, kind), name) for kind, name in wanted})
+
+    def totals(self) -> dict[tuple[Kind, str, int], Tensor]:
+        """The sums of `whole`, by lots, of all ranks."""
+        lots = {(*key, lot): x for key, whole in self.whole.items() for lot, x in whole.items()}
+        return self.reduction.totals(lots, self.risk.device)
+
+
+def _filled(parts: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    numbers = torch.zeros(count, dtype=torch.float64)
+    for places, values in parts:
+        numbers[places] = values.cpu().double()
+    return numbers
+
+
+def _with_sums(parts: Mapping[Key, Tensor]) -> Iterator[tuple[Key, Tensor]]:
+    """The numbers of every block, and under the name "" those of all of them."""
+    yield from parts.items()
+    for kind in sorted({kind for kind, _ in parts}):
+        yield (kind, ""), torch.stack([y for (k, _), y in parts.items() if k == kind]).sum(0)
 
 
 @final
 @dataclass
-class Survey(PairPass):
-    """The directions of all samples, and the outputs that they are of. Sent backwards are the
-    largest direction of every sample and a mix of all others: pairs 2 i and 2 i + 1."""
+class Survey(LookPass):
+    """The first look at all samples, and what the others are made of."""
 
     must_be_linear: bool = field(kw_only=True)
     seed: int = field(kw_only=True)
     factors: list[Factor] = field(default_factory=list)
-    found: list[Tensor] = field(default_factory=list)  # sizes of their directions
+    signs: list[Tensor] = field(default_factory=list)
+    sizes: list[Tensor] = field(default_factory=list)  # of all directions together, and residues
     outputs: list[Tensor] = field(default_factory=list)
     unsuited: str = ""
-    _latest: tuple[Factor, Tensor, Tensor] | None = None
+    _latest: tuple[Factor, Tensor, Tensor, Tensor] | None = None
 
     def copes(self, plan: Plan) -> bool:
         return not self.must_be_linear or all(map(plan.allows, self.requests))
 
     def run(self, batches: Iterable[Batch], first: Plan | None = None) -> Refutation | None:
-        self._offset = self.risk.offset  # noise goes by the place in all data
+        self._offset = self.risk.offset  # signs go by the place in all data
         return super().run(batches, first)
 
     def measure(self, chunk: Chunk) -> Refutation | None:
@@ -228,19 +315,11 @@ class Survey(PairPass):
         if sides is None:
             self.unsuited = _APART
             return None
-        sizes = sides.sizes()
-        self._latest = sides, sizes.cpu(), chunk.outputs.detach()
-        ids = 2 * torch.arange(self.samples, self.samples + chunk.batch.size)
-        self._table = torch.stack([ids, ids + 1])
-        noise = mixing(
-            range(chunk.place, chunk.place + chunk.batch.size), 1 + sides.count, self.seed
-        )
-        columns = sides.chosen(sizes.argmax(1)[None]), sides.mix(noise.to(sizes))[None]
-        if self.apart:  # where what comes of the mixes must not be added
-            self.send(chunk, columns[0])
-            self.send(chunk, columns[1], at=1)
-        else:
-            self.send(chunk, torch.cat(columns))
+        here = range(chunk.place, chunk.place + chunk.batch.size)
+        signs = signs_of(here, sides.count, self.seed)
+        self._latest = sides, signs, sides.sizes(), chunk.outputs.detach()
+        self._table = torch.arange(self.samples, self.samples + chunk.batch.size)[None]
+        self.send(chunk, sides.mixed(signs.to(chunk.outputs.device)[None]))
         return None
 
     def _count(self, size: int, normaliser: float, counted: int, even: bool) -> None:
@@ -248,214 +327,40 @@ class Survey(PairPass):
         if self._latest is None:
             self.unsuited = self.unsuited or "some samples have no curvature"
             return
-        factor, sizes, outputs = self._latest
+        factor, signs, sizes, outputs = self._latest
         self.factors.append(factor)
-        self.found.append(sizes)
+        self.signs.append(signs)
+        self.sizes.append(torch.cat([sizes.sum(1, keepdim=True), residues(sizes)], 1).cpu())
         self.outputs.append(outputs)
         self._latest = None
         if outputs.shape[1:] != self.outputs[0].shape[1:]:
             self.unsuited = "outputs have unlike shapes"
 
-    def side(self) -> Factor:
-        """That of all samples here."""
+    def side(self) -> tuple[Factor, Tensor]:
+        """The directions of all samples here, and their signs."""
         if len(self.factors) > 1:
             self.factors = [self.factors[0].joined(self.factors[1:])]
-        return self.factors[0]
-
-    def sizes(self, gains: Tensor) -> Tensor:
-        """Those of the directions of all ranks' samples, by what their entries gain."""
-        told = self.reduction.each(lambda: [f.sizes(gains).cpu() for f in self.factors])
-        return torch.cat([each for parts in told for each in parts])
-
-
-@final
-class Population:
-    """All pairs, by their sizes: what a threshold τ costs, and how noisy it is."""
-
-    def __init__(self, sizes: Tensor) -> None:
-        self.sizes, self.whole = sizes, float(sizes.sum())
-        top = self.whole + float(sizes.max())
-        # From far below the largest, where all that matters is sent, to where none is drawn.
-        steps = torch.linspace(-12, 0, _OFFERS, dtype=torch.float64)
-        self.offers = 10**steps * top
-        # The sums up to every offer, by how many offers a size has reached: no sort of all pairs.
-        place = (sizes / top).log10_().add_(12).mul_((_OFFERS - 1) / 12).add_(1)
-        place = place.clamp_(min=0).long().flatten()
-        flat = sizes.flatten()
-        self.first, self.second = (
-            torch.bincount(place, each, minlength=_OFFERS + 1)[:_OFFERS].cumsum(0)
-            for each in (flat, flat.square())
-        )
-
-    def threshold(self, noise: float, tolerance: float) -> float:
-        """The largest τ that keeps a tolerance, with some pairs to draw; 0 if there is none.
-
-        Where ratios vary by `noise`, the variance is noise² Σ s (τ − s), over s < τ.
-        """
-        small = noise**2 * (self.offers * self.first - self.second) <= tolerance**2
-        good = small & (self.first >= _LEAST * self.offers)
-        return float(self.offers[good][-1]) if bool(good.any()) else 0.0
-
-    def halves(self, threshold: float) -> tuple[float, float]:
-        """The sizes of all pairs below and above a threshold."""
-        below = float((self.sizes * (self.sizes < threshold)).sum())
-        return below, self.whole - below
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Those that are sent backwards, by samples."""
-
-    samples: Tensor
-    directions: Tensor
-    weights: Tensor
-    chances: Tensor  # 1 for those that are sent in any case
-    groups: Tensor  # that they are in, of so many
-    folds: int
-    unit: float  # weight times size of the drawn ones
-
-    @property
-    def drawn(self) -> Tensor:
-        return self.chances < 1
-
-    def among(self, samples: range) -> Pairs:
-        """Those of some samples, which are counted from the first of them."""
-        found = self.where((self.samples >= samples.start) & (self.samples < samples.stop))
-        return replace(found, samples=found.samples - samples.start)
-
-    def where(self, here: Tensor) -> Pairs:
-        """Some of them."""
-        return replace(
-            self,
-            samples=self.samples[here],
-            directions=self.directions[here],
-            weights=self.weights[here],
-            chances=self.chances[here],
-            groups=self.groups[here],
-        )
-
-
-@final
-class Sent:
-    """What came of pairs so far, at weight 1: what is known of one is not sent for again.
-
-    A pair that is drawn for one threshold is drawn for every lower one: the same number decides.
-    """
-
-    def __init__(self, directions: int) -> None:
-        self.directions = directions
-        self.ids = torch.empty(0, dtype=torch.long)  # in order
-        self.parts: dict[tuple[Kind, str], Tensor] = {}
-
-    def _ids(self, pairs: Pairs) -> Tensor:
-        return pairs.samples * self.directions + pairs.directions
-
-    def unknown(self, pairs: Pairs) -> Tensor:
-        return ~torch.isin(self._ids(pairs), self.ids)
-
-    def add(self, pairs: Pairs, parts: Mapping[tuple[Kind, str], Tensor]) -> None:
-        """What pairs gave that were sent at their weights."""
-        new = self.unknown(pairs)
-        self.ids, order = torch.cat([self.ids, self._ids(pairs)[new]]).sort()
-        for key, y in parts.items():
-            known = self.parts.get(key, y[:0])
-            self.parts[key] = torch.cat([known, (y / pairs.weights)[new]])[order]
-
-    def of(self, pairs: Pairs) -> dict[tuple[Kind, str], Tensor]:
-        """What these give at their weights; all of them were sent."""
-        place = torch.searchsorted(self.ids, self._ids(pairs))
-        return {key: y[place] * pairs.weights for key, y in self.parts.items()}
-
-
-def choose(sizes: Tensor, threshold: float, folds: int, *key: int) -> Pairs:
-    """The pairs for a threshold; which are drawn does not depend on any other sample."""
-    found, rest = list[tuple[Tensor, Tensor, Tensor, Tensor]](), 0.0
-    for start in range(0, len(sizes), _BLOCK):
-        part = sizes[start : start + _BLOCK]
-        chances = (part / threshold).clamp(max=1)
-        numbers = uniforms(range(start, start + len(part)), part.shape[1], *key)
-        samples, directions = (numbers < chances).nonzero(as_tuple=True)
-        rest += float(part[chances < 1].sum())
-        chances, numbers = chances[samples, directions], numbers[samples, directions]
-        found.append((samples + start, directions, chances, numbers))
-    samples, directions, chances, numbers = map(torch.cat, zip(*found, strict=True))
-    drawn = chances < 1
-    unit = rest / max(1, int(drawn.sum()))
-    weights = torch.where(drawn, unit / (chances * threshold), 1.0)
-    # Where it fell among those by which it would be drawn. Pairs of a sample, which may all be
-    # large or small, are drawn one by one, and are in groups of their own.
-    groups = (numbers / chances * folds).long().clamp_(max=folds - 1)
-    return Pairs(samples, directions, weights, chances, groups, folds, unit)
-
-
-def pilot(
-    sizes: Tensor, entries: Tensor, least: float, threshold: float, folds: int, *key: int
-) -> Pairs:
-    """Some pairs from below a threshold and fewer from above, in group 0, and in group 1 some for
-    every entry of the outputs, of whatever sizes that are not less than `least`; all sent with
-    length 1.
-
-    The first are drawn by the numbers that `choose` draws by, and the others by their far ends:
-    what these tell, by which all pairs are weighed, has next to nothing to do with those drawn.
-    """
-    below = sizes < threshold
-    low, high = (sizes * below).sum(), (sizes * ~below).sum()
-    chances = torch.where(below, _PILOT[0] * sizes / low, _PILOT[1] * sizes / high)
-    numbers = uniforms(range(len(sizes)), sizes.shape[1], *key)
-    by_size, there = numbers < chances, sizes > least
-    few = uniforms(range(len(sizes)), 1, *key, 1) < _FEW / len(sizes)
-    by_entry = _of_each(entries[:, :, 0], there, few, 1 - numbers)
-    by_entry |= _of_each(entries[:, :, 1], there, few, (2 * numbers - 1).abs())
-    samples, directions = (by_size | by_entry).nonzero(as_tuple=True)
-    size = sizes[samples, directions]
-    group = by_entry[samples, directions].long()
-    return Pairs(samples, directions, 1 / size, size / threshold, group, folds, 1.0)
-
-
-def _of_each(entries: Tensor, there: Tensor, few: Tensor, numbers: Tensor) -> Tensor:
-    """Some pairs of every entry of the outputs, those with the least numbers but for chance: of few
-    samples, whose forward passes they share, or of all where these have not enough of an entry."""
-    flat = entries.flatten()
-    counts = torch.bincount(flat, (there & few).flatten().double())
-    scarce = counts < 2 * _OF_EACH
-    if bool(scarce.any()):
-        there = there & (few | scarce[entries.long()])
-        counts = torch.bincount(flat, there.flatten().double()).clamp_(min=1)
-    else:
-        there = there & few
-    # Of all pairs so many are ranked that hardly ever one that is to be chosen is not.
-    likely = (numbers < (_OF_EACH * _SPARE / counts)[entries.long()]) & there
-    places = likely.flatten().nonzero()[:, 0]
-    entry = entries.flatten()[places].long()
-    order = (entry + numbers.flatten()[places]).argsort()
-    counts = torch.bincount(entry, minlength=1)
-    first = torch.arange(len(places)) - (counts.cumsum(0) - counts)[entry[order]] < _OF_EACH
-    chosen = torch.zeros(there.numel(), dtype=torch.bool)
-    chosen[places[order[first]]] = True
-    return chosen.reshape(there.shape)
+            self.signs = [torch.cat(self.signs)]
+        return self.factors[0], self.signs[0]
 
 
 @final
 class Packing:
-    """Gathers samples that have as many directions to send, from all batches.
+    """Gathers samples that have as many looks to send, from all batches.
 
-    A row is a sample with some of its pairs; one with many pairs is several rows. With `apart`,
-    rows of drawn pairs are kept from those of certain ones, and from other groups.
+    A row is a sample with some of its looks, of one lot; one with many is several rows.
     """
 
-    def __init__(self, pairs: Pairs, apart: bool) -> None:
-        lots = (pairs.drawn * (1 + pairs.groups)) if apart else torch.zeros_like(pairs.samples)
-        kinds = pairs.folds + 1
+    def __init__(self, sent: Looks) -> None:
         rows, row, every = torch.unique(
-            pairs.samples * kinds + lots, return_inverse=True, return_counts=True
+            sent.samples * sent.count + sent.lots, return_inverse=True, return_counts=True
         )
-        self.members = row.argsort(stable=True) if apart else torch.arange(len(row))
-        piece, self.width, place = _pieces(every, 1 + int(lots.max()) if len(lots) else 1)
-        self.samples, self.lots = rows[piece] // kinds, rows[piece] % kinds
+        self.members = row.argsort(stable=True)
+        piece, self.width, place = _pieces(every, sent.count)
+        self.samples, self.lots = rows[piece] // sent.count, rows[piece] % sent.count
         self.starts = (every.cumsum(0) - every)[piece] + place
         self.counts = torch.minimum(every[piece] - place, self.width)
-        self.packs: list[tuple[int, Tensor]] = []  # lot, and (directions, rows) of pairs, or −1
+        self.packs: list[tuple[int, Tensor]] = []  # lot, and (directions, rows) of looks, or −1
 
     def batches(self, risk: Risk) -> Iterator[Batch]:
         """Gathered samples; `packs` has what they are to send, in the same order."""
@@ -496,9 +401,10 @@ class Packing:
 
 @cache
 def _cuts() -> tuple[Tensor, Tensor, Tensor]:
-    """For every set of widths, what it costs to send 0 … _WIDEST directions of a sample in rows of
+    """For every set of widths, what it costs to send 0 … _WIDEST looks at a sample in rows of
     these widths; the width of the row to begin with; and how many widths there are."""
-    widths = [1 << k for k in range(_WIDEST.bit_length())]
+    widths = [w for k in range(_WIDEST.bit_length()) for w in ((1 << k) - 1, 1 << k) if w > 0]
+    widths = sorted(set(widths))
     prices, firsts, sizes = [], [], []
     for few in (c for r in range(1, 1 + len(widths)) for c in combinations(widths, r)):
         price, first = [0.0], [0]
@@ -515,8 +421,8 @@ def _cuts() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows for samples with so many directions: whose they are, their widths, and which of the
-    sample's directions is their first.
+    """Rows for samples with so many looks: whose they are, their widths, and which of the sample's
+    looks is their first.
 
     A row more is a forward pass more, wider rows have empty directions, and a width more is a batch
     more in each of so many lots.
@@ -533,7 +439,7 @@ def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
         place = place + width
         more = place < counts[of]
         of, place = of[more], place[more]
-    if not found:  # of several ranks, one may have no pairs to send
+    if not found:  # of several ranks, one may have no looks to send
         return of, of, place
     of, width, place = (torch.cat(each) for each in zip(*found, strict=True))
     order = of.argsort(stable=True)
@@ -542,30 +448,20 @@ def _pieces(counts: Tensor, lots: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @final
 @dataclass
-class PackedPass(PairPass):
-    """Chosen pairs of gathered samples."""
+class PackedPass(LookPass):
+    """Further looks at gathered samples."""
 
     survey: Survey = field(kw_only=True)
-    pairs: Pairs = field(kw_only=True)
+    sent: Looks = field(kw_only=True)
     packing: Packing = field(kw_only=True)
     outputs: Tensor = field(init=False)
-    squares: dict[int, tuple[Tensor, Tensor]] | None = None  # of directions, if they are wanted
+    rows: Tensor = field(init=False)  # of the Walsh matrix
 
     def __post_init__(self) -> None:
         super().__post_init__()
         outputs = self.survey.outputs
         self.outputs = torch.cat(outputs) if outputs else torch.empty(0)
-
-    def shares(self) -> Tensor:
-        """What every entry of the outputs has of a direction's squares, (pairs, entries)."""
-        count, width = len(self.pairs.samples), self.outputs.shape[1:].numel()
-        own = torch.zeros(count, width, dtype=torch.float64)
-        for places, squares in (self.squares or {}).values():
-            own[places] = squares
-        told = self.reduction.each(lambda: own)
-        # A rank without samples does not know how many entries there are.
-        every = torch.cat([part for part in told if len(part)] or told)
-        return every / every.sum(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
+        self.rows = walsh(self.survey.side()[0].count) if outputs else torch.empty(0)
 
     def copes(self, plan: Plan) -> bool:
         return self.survey.copes(plan)
@@ -577,266 +473,303 @@ class PackedPass(PairPass):
         return None
 
     def _columns(self, chunk: Chunk) -> Tensor:
-        """The chosen directions, (D, n, …), each times the root of its weight.
+        """The mixes, (D, n, …), each times the root of its weight.
 
-        They are those of the outputs of the survey: a sample's outputs may round otherwise in other
+        They are of the outputs of the survey: a sample's outputs may round otherwise in other
         company, and rank otherwise.
         """
-        pairs, at, none = self.pairs, self._table.clamp(min=0), self._table < 0
-        rows = pairs.samples[self._table[0]].to(self.outputs.device)
+        sent, at = self.sent, self._table.clamp(min=0)
+        here = sent.samples[self._table[0]]
+        rows = here.to(self.outputs.device)
         insist_on_order(beside_largest(self.outputs[rows]), beside_largest(chunk.outputs))
-        which = pairs.directions[at].masked_fill(none, -1).to(rows.device)
-        columns = self.survey.side().chosen(which, rows)
-        root = pairs.weights[at].sqrt().to(columns)
-        columns = columns * root.reshape(*root.shape, *[1] * (columns.ndim - 2))
-        if self.squares is not None:
-            squares = columns.detach().cpu().double().square().flatten(2)
-            self.squares[len(self.squares)] = self._table[~none], squares[~none]
-        return columns
-
-
-def gathered(done: PairPass, count: int) -> dict[tuple[Kind, str], Tensor]:
-    """What came of all pairs, in the order of samples, of which there are so many here."""
-    keys = done.keys
-    told = done.reduction.each(lambda: [done.part(key, count) for key in keys])
-    return dict(zip(keys, (torch.cat(each) for each in zip(*told, strict=True)), strict=True))
+        side, signs = self.survey.side()
+        root = (sent.weights[at] * (self._table >= 0)).sqrt()
+        taken = root[..., None] * (signs[here] * self.rows[sent.numbers[at]])
+        return side.mixed(taken.to(rows.device), rows)
 
 
 @final
-class Leading:
-    """What the largest direction of every sample gives, and what it and a mix of all others tell of
-    these."""
+class Seen:
+    """What all looks gave so far, and how many every sample had."""
 
-    def __init__(self, survey: Survey, sizes: Tensor) -> None:
-        both = gathered(survey, 2 * survey.own)
-        self.parts = {key: y[::2] for key, y in both.items()}
-        whole = {key: lots[0] for key, lots in survey.whole.items()}
-        self.whole = survey.reduction.totals(whole, survey.risk.device)
-        size, self.direction = sizes.max(1)
-        self.sizes = self._others(sizes)
-        # ‖Jᵀu‖²/|u|² of every sample, of every block and of all of them.
-        self.ratios = {key: (y / size).nan_to_num(0, 0, 0) for key, y in self.sums(self.parts)}
-        self.means = {key: float(y.sum() / size.sum()) for key, y in self.sums(self.parts)}
-        mixes = dict(self.sums({key: y[1::2] for key, y in both.items()}))
-        self.mixes = self._relative(mixes.items())
-        # A mix has on average what all other directions of its sample give, and no more noise than
-        # a square of a Gaussian number: 2 E² of a mean E, of which the leading direction tells.
-        rest = self.sizes.sum(1)
-        self.mixed = {
-            k: (float(y.sum()), sqrt(2 * float(y @ (self.ratios[k] * rest))))
-            for k, y in mixes.items()
+    def __init__(self, survey: Survey, sizes: Tensor, left: Tensor, each_block: bool) -> None:
+        self.sizes, self.residues = sizes, left
+        self.exponents = torch.zeros(len(sizes), dtype=torch.long)
+        lengths, values = survey.told(survey.own)
+        # ‖Jᵀu‖²/|u|², on average.
+        self.means = {key: float(y.sum() / lengths.sum()) for key, y in values.items()}
+        self.totals = {key: mean * float(sizes.sum()) for key, mean in self.means.items()}
+        self.samples, self.numbers = torch.arange(len(sizes)), torch.zeros_like(self.exponents)
+        self.values = self._corrected(self.samples, lengths, values)
+        # How many times the tolerance a block's error may be: of one that is next to nothing of
+        # the sum of all, what of the sum is next to nothing.
+        self.bars = {
+            (kind, name): max(1.0, self.totals[kind, ""] / (_PARTS * total))
+            if total > 0 and not each_block
+            else 1.0
+            for (kind, name), total in self.totals.items()
         }
+        self.squares = {key: self._square(key, y / lengths) for key, y in values.items()}
 
-    def _relative(self, numbers: Iterable[tuple[tuple[Kind, str], Tensor]]) -> Tensor:
-        """Of every sample, by what a size gives on average, in the block where that is largest."""
-        most = torch.zeros_like(self.sizes[:, 0])
-        for key, each in numbers:
-            if self.means[key] > 0:
-                most = torch.maximum(most, each / self.means[key])
-        return most
+    def _corrected(
+        self, samples: Tensor, lengths: Tensor, values: Mapping[Key, Tensor]
+    ) -> dict[Key, Tensor]:
+        over = lengths - self.sizes[samples]
+        return {key: y - self.means[key] * over for key, y in values.items()}
+
+    def _square(self, key: Key, ratios: Tensor) -> Tensor:
+        """Of every sample's ratio of what arrives to size, but the mean where that is more, in
+        parts of the block: what the noise of its looks goes by."""
+        if self.totals[key] <= 0:
+            return torch.zeros_like(ratios)
+        ratios = ratios.nan_to_num(0, 0, 0).clamp(min=self.means[key])
+        return (ratios / self.totals[key]).square()
+
+    def add(
+        self, sent: Looks, lengths: Tensor, values: Mapping[Key, Tensor], exponents: Tensor
+    ) -> None:
+        """More looks, by which samples have had so many."""
+        new = self._corrected(sent.samples, lengths, values)
+        self.samples = torch.cat([self.samples, sent.samples])
+        self.numbers = torch.cat([self.numbers, sent.numbers])
+        self.values = {key: torch.cat([y, new[key]]) for key, y in self.values.items()}
+        self.exponents = exponents
+        for key, known in self.squares.items():
+            ratios = self.mean(key, exponents) / self.sizes
+            self.squares[key] = torch.maximum(known, self._square(key, ratios))
+
+    def mean(self, key: Key, exponents: Tensor) -> Tensor:
+        """That of the first looks of every sample."""
+        counts = 1 << exponents
+        y = self.values[key] * (self.numbers < counts[self.samples])
+        return torch.zeros_like(self.sizes).index_add_(0, self.samples, y) / counts
+
+    def strange(self, squares: Tensor, design: Design) -> Tensor:
+        """These, of samples that are not drawn and that others do not quite tell of."""
+        far = squares * float(self.sizes.sum()) ** 2 > _STRANGE**2
+        return squares * (far & ~design.drawn)
+
+    def left(self, exponents: Tensor) -> Tensor:
+        """The products of sizes that are left after so many looks."""
+        return self.residues.gather(1, exponents[:, None])[:, 0]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Design:
+    """How many looks samples have, as exponents, and with what chances they are drawn for twice as
+    many."""
+
+    exponents: Tensor
+    chances: Tensor
+    drawn: Tensor
+
+    @property
+    def all(self) -> Tensor:
+        return self.exponents + self.drawn.long()
+
+
+@final
+class Designer:
+    """Finds the cheapest looks that keep a tolerance."""
+
+    def __init__(self, seen: Seen, each: float, tolerance: float, seed: int) -> None:
+        self.seen, self.tolerance = seen, tolerance
+        count = 1 << torch.arange(seen.residues.shape[1])
+        self.prices = (FORWARD + each * (count - 1)) * (count > 1)
+        self.numbers = uniforms(range(len(seen.sizes)), 1, seed, _DRAWS)[:, 0]
+        self.squares = torch.stack([*seen.squares.values()])
+        # What other samples do not vouch for.
+        most, whole = self.squares.amax(0), float(seen.sizes.sum())
+        apart = (most * whole**2 > _FAR**2) & (most * whole * seen.sizes > _FAR * tolerance)
+        self.least = torch.where(apart, len(count) - 1, 0)
+
+    def design(self, shares: Mapping[Key, float], aim: float) -> Design:
+        """The one for which every block's error is about `aim` of the tolerance; products have such
+        shares of those of their sizes."""
+        by = torch.tensor([shares[key] for key in self.seen.squares], dtype=torch.float64)
+        bars = torch.tensor([self.seen.bars[key] for key in self.seen.squares]).double()
+        low, high = 0.0, 24.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            noise = self._noise(self._at(middle), by)
+            if bool((noise <= (aim * self.tolerance * bars).square()).all()):
+                high = middle
+            else:
+                low = middle
+        return self._at(high)
+
+    def _at(self, price: float) -> Design:
+        """The one for a price of noise, as its logarithm."""
+        seen = self.seen
+        scale = 10**price / max(float(seen.sizes.sum()), 1e-300) ** 2
+        exponents = (self.prices + scale * seen.residues).argmin(1)
+        exponents = torch.maximum(exponents, self.least)
+        left = seen.left(exponents)
+        chances = (_DRAWN * left / left.sum().clamp(min=1e-300)).clamp(max=1)
+        return Design(exponents, chances, self.numbers < chances)
+
+    def _noise(self, design: Design, shares: Tensor) -> Tensor:
+        """The variances of all blocks, in parts of their squares."""
+        before, after = self.seen.left(design.exponents), self.seen.left(design.all)
+        every = self.squares @ torch.where(design.drawn, after, before)
+        more = (before * self.seen.strange(self.squares, design)).square().sum(1).sqrt()
+        return shares * every + more
+
+
+@final
+class Estimate:
+    """What looks tell."""
+
+    def __init__(self, seen: Seen, design: Design, scale: float, tolerance: float) -> None:
+        self.seen, self.design, self.scale, self.tolerance = seen, design, scale, tolerance
+        before, after = seen.left(design.exponents), seen.left(design.all)
+        self.before, self.after = before, after
+        self.drawn = design.drawn.nonzero()[:, 0]
+        gone = (before - after)[self.drawn]
+        self.more = before[self.drawn] / gone  # Δ² has what is gone, not what was left
+        chances = design.chances[self.drawn]
+        self.weights = ((1 - chances) / chances + (after / before)[self.drawn]) * self.more
+        self.means = {key: seen.mean(key, design.all) for key in seen.values}
+        self.changes = {
+            key: (y - seen.mean(key, design.exponents))[self.drawn] for key, y in self.means.items()
+        }
+        self.totals = {key: float(y.sum()) / scale for key, y in self.means.items()}
+        self._errors: dict[Key, tuple[float, float]] = {}
+
+    def share(self, key: Key) -> float:
+        """What products of directions have of those of their sizes, by those drawn."""
+        chances = self.design.chances[self.drawn]
+        squares = self.seen.squares[key][self.drawn] * self.seen.totals[key] ** 2
+        known = float((self.before[self.drawn] * squares / chances).sum())
+        found = float((self.changes[key].square() * self.more / chances).sum())
+        return found / known if known > 0 else 0.0
+
+    @property
+    def shares(self) -> dict[Key, float]:
+        return {key: self.share(key) for key in self.totals}
+
+    def plain(self, key: Key) -> tuple[float, float]:
+        """The variance of a block by those drawn alone, and its degrees of freedom."""
+        terms = self.weights * (self.changes[key] / self.scale).square()
+        total = float(terms.sum())
+        return total, 2 / float((terms / total).square().sum()) if total > 0 else inf
+
+    def error(self, key: Key) -> tuple[float, float]:
+        """The standard error of a block's sum over samples, and its degrees of freedom."""
+        if key not in self._errors:
+            variance, degrees = self.plain(key)
+            left = torch.where(self.design.drawn, self.after, self.before)
+            squares = self.seen.squares[key]
+            more = (self.seen.strange(squares, self.design) * self.before).norm()
+            every = self.share(key) * float(squares @ left) + float(more)
+            variance = max(variance, every * (self.seen.totals[key] / self.scale) ** 2)
+            least = (_FINEST * self.tolerance * self.totals[key]) ** 2
+            self._errors[key] = sqrt(max(variance, least)), degrees if variance > least else inf
+        return self._errors[key]
+
+    def within(self) -> bool:
+        allowed = {key: self.tolerance * bar for key, bar in self.seen.bars.items()}
+        return all(self.error(key)[0] <= allowed[key] * y for key, y in self.totals.items())
+
+
+@final
+class Result:
+    """An estimate within the tolerance, with independent ones, one a group of the drawn samples,
+    that scatter about it as it does about the truth."""
+
+    def __init__(self, estimate: Estimate, requests: Requests, folds: int, seed: int) -> None:
+        self.estimate, self.requests, self.folds = estimate, requests, folds
+        samples = range(len(estimate.seen.sizes))
+        numbers = uniforms(samples, 1, seed, _DRAWS, 1)[estimate.drawn, 0]
+        self.groups = (numbers * folds).long()
+        self.values: dict[Key, Tensor] = {}  # of more than a number …
+        self.spread: dict[Key, Tensor] = {}  # … and what the groups' noise is
+
+    @property
+    def often(self) -> int:
+        """Samples that had more than one look."""
+        return int((self.estimate.seen.exponents > 0).sum())
+
+    @property
+    def count(self) -> int:
+        """Those drawn."""
+        return len(self.estimate.drawn)
+
+    def lots(self) -> Looks:
+        """The looks that sums of more than a number are made of, besides the survey.
+
+        In lot 0 are those that count, in lot 1 what the survey has too much, in the next the later
+        and then the earlier looks of the drawn samples, by groups.
+        """
+        design, count = self.estimate.design, 2 + 2 * self.folds
+        levels = design.all
+        found = [self._lot(torch.ones_like(levels), 1 << levels, 0.5**levels, 0)]
+        found.append(self._lot(0 * levels, (levels > 0).long(), 1 - 0.5**levels, 1))
+        weight = torch.zeros_like(self.estimate.seen.sizes)
+        weight[self.estimate.drawn] = self.estimate.weights.sqrt()
+        weight *= 0.5**levels
+        group = torch.zeros_like(levels)
+        group[self.estimate.drawn] = self.groups
+        middle, last = 1 << design.exponents, design.drawn << levels
+        found.append(self._lot(middle, last, weight, 2 + group))
+        first = torch.where(design.drawn, 0 * middle, middle)
+        found.append(self._lot(first, middle, weight, 2 + self.folds + group))
+        return Looks.of(found, count)
 
     @staticmethod
-    def sums(parts: Mapping[tuple[Kind, str], Tensor]) -> Iterator[tuple[tuple[Kind, str], Tensor]]:
-        """The numbers of every block, and under the name "" those of all of them."""
-        yield from parts.items()
-        for kind in sorted({kind for kind, _ in parts}):
-            yield (kind, ""), torch.stack([y for (k, _), y in parts.items() if k == kind]).sum(0)
+    def _lot(first: Tensor, last: Tensor, weight: Tensor, lot: Tensor | int) -> tuple[Tensor, ...]:
+        samples, numbers = looks(first, last)
+        return samples, numbers, weight[samples], (lot + torch.zeros_like(first))[samples]
 
-    def _others(self, sizes: Tensor) -> Tensor:
-        return sizes.scatter(1, self.direction[:, None], 0.0)
+    def take(self, survey: Survey, done: PackedPass) -> None:
+        """The sums of lots."""
+        first, lots, scale = survey.totals(), done.totals(), self.estimate.scale
+        for name, kinds in self.requests.items():
+            if "magnitude" in kinds:
+                self.values["magnitude", name] = done.zeros("magnitude", name).cpu()
+            for kind in kinds & WHOLE:
+                zeros = done.zeros(kind, name).cpu()
+                every = [lots.get((kind, name, lot), zeros).cpu() for lot in range(done.sent.count)]
+                value = first.get((kind, name, 0), zeros).cpu() + every[0] - every[1]
+                later, earlier = every[2 : 2 + self.folds], every[2 + self.folds :]
+                self.values[kind, name] = value / scale
+                self.spread[kind, name] = (torch.stack(later) - torch.stack(earlier)) / scale
 
-    def importance(self, sizes: Tensor) -> Tensor:
-        """These sizes, but for the largest directions, each times the ratio of its sample, relative
-        to that of all samples, in the block where that is largest: a sample with next to nothing in
-        its outputs may have much in a block. Where the mix of the others gave far more than that,
-        any of them may have given it."""
-        ratios = self._relative(self.ratios.items()).clamp_(min=_LEAST_RATIO)
-        expected = self._others(sizes) * ratios[:, None]
-        surprising = self.mixes > SURPRISE * expected.sum(1)
-        anything = torch.where(self.sizes > 0, self.mixes[:, None], 0.0)
-        return torch.where(surprising[:, None], torch.maximum(expected, anything), expected)
-
-    def variances(self, importance: Tensor, threshold: float) -> dict[tuple[Kind, str], float]:
-        """Those of the estimates for pairs below a threshold, if all directions of a sample had its
-        ratio. This has the pairs in it that are not drawn too."""
-        below = importance < threshold
-        size, important = self.sizes * below, importance * below
-        odds = (threshold / important - 1).nan_to_num(0, 0, 0)
-        squares = (odds * size.square()).sum(1)
-        mixed, others = (odds * size * important).sum(1), (odds * important.square()).sum()
-        whole = float(important.sum()) or 1.0
-        found = {}
-        for key, ratio in self.ratios.items():
-            mean = float((ratio * size.sum(1)).sum()) / whole
-            variance = ratio.square() @ squares - 2 * mean * (ratio @ mixed) + mean**2 * others
-            found[key] = max(0.0, float(variance))
-        return found
-
-
-@final
-class Drawn:
-    """The estimates that a pass over chosen pairs gives."""
-
-    def __init__(
-        self,
-        done: PackedPass,
-        pairs: Pairs,
-        parts: Mapping[tuple[Kind, str], Tensor],
-        leading: Leading,
-        scale: float,
-    ) -> None:
-        self.done, self.pairs, self.scale = done, pairs, scale
-        self.drawn = pairs.drawn
-        self.count = int(self.drawn.sum())
-        self.spared = 1 - self.pairs.chances[self.drawn]
-        self.parts = {key: each / scale for key, each in Leading.sums(parts)}
-        self.leading = {k: float(y.sum()) / scale for k, y in Leading.sums(leading.parts)}
-        self.least = dict.fromkeys(self.parts, 0.0)  # variances
-        self._variances: dict[tuple[Kind, str], tuple[float, float]] = {}
-        self.whole, self.mixed = leading.whole, leading.mixed
-        lots = {(*key, lot): x for key, whole in done.whole.items() for lot, x in whole.items()}
-        self.lots = done.reduction.totals(lots, done.risk.device)
-
-    def bound(self, variances: Mapping[tuple[Kind, str], float], tolerance: float) -> None:
-        """Let no error be less than these variances say, or than a small part of the tolerance."""
-        for key, variance in variances.items():
-            finest = _FINEST * tolerance * self._total(key)
-            self.least[key] = max(variance / self.scale**2, finest**2)
-
-    def error(self, key: tuple[Kind, str]) -> tuple[float, float]:
-        """The standard error of a block's sum over pairs, and its degrees of freedom."""
-        total, degrees = self._variance(key)
-        return sqrt(max(total, self.least[key])), degrees
-
-    def _variance(self, key: tuple[Kind, str]) -> tuple[float, float]:
-        if key in self._variances:
-            return self._variances[key]
-        y = self.parts[key][self.drawn]
-        terms = self.spared * (y - y.mean()).square() * (self.count / (self.count - 1))
-        total = float(terms.sum())
-        degrees = 2 / float((terms / total).square().sum()) if total > 0 else inf
-        self._variances[key] = max(0.0, total), degrees
-        return self._variances[key]
-
-    def _total(self, key: tuple[Kind, str]) -> float:
-        return float(self.parts[key].sum()) + self.leading[key]
-
-    def within(self, tolerance: float) -> bool:
-        return all(self.error(key)[0] <= tolerance * self._total(key) for key in self.parts)
-
-    def noise(self) -> float:
-        """By how much of their block's value a ratio varies, in the block where that is most."""
-        most = 0.0
-        for key, y in self.parts.items():
-            if (total := self._total(key)) > 0 and self.count > 1:
-                more = max(1.0, self.least[key] / (self._variance(key)[0] or inf))
-                ratios = y[self.drawn] / self.pairs.unit
-                most = max(most, float(ratios.std()) * sqrt(more) / total)
-        return most
-
-    def hides(self) -> bool:
-        """Whether all mixes together gave far more than is estimated of what they are made of."""
-        return any(
-            total / self.scale - float(self.parts[key].sum())
-            > _FAR * (noise / self.scale + self.error(key)[0])
-            for key, (total, noise) in self.mixed.items()
-        )
-
-    def _draws(self, whole: Tensor, lots: Tensor, more: float) -> Tensor:
-        """Independent estimates, one a group of the drawn pairs, by the groups' sums.
-
-        They scatter about their mean, the value, as the estimate does about the truth; `more` of
-        blocks that have errors larger than what was drawn tells.
-        """
-        folds = self.pairs.folds
-        sizes = torch.bincount(self.pairs.groups[self.drawn], minlength=folds) / self.count
-        share = sizes.to(lots).reshape(-1, *[1] * (lots.ndim - 1))
-        shrink = sqrt(float(self.spared.mean()) * self.count / (self.count - 1))
-        spread: Tensor = lots - share * lots.sum(0)
-        return whole + folds * shrink * more * spread
-
-    def _grouped(self, kind: Kind, name: str) -> tuple[Tensor, Tensor]:
-        """A block's value, and the sums of its groups."""
-        if kind not in WHOLE:
-            y = self.parts[kind, name]
-            lots = torch.zeros(self.pairs.folds, dtype=torch.float64)
-            lots.index_add_(0, self.pairs.groups[self.drawn], y[self.drawn])
-            return y.sum() + self.leading[kind, name], lots
-        zeros, places = self.done.zeros(kind, name).cpu(), range(1 + self.pairs.folds)
-        found = [self.lots.get((kind, name, lot), zeros).cpu() for lot in places]
-        lots = torch.stack(found) / self.scale
-        first = self.whole.get((kind, name), zeros).cpu() / self.scale
-        return first + lots.sum(0), lots[1:]
+    def _numbers(self, kind: Kind, name: str) -> tuple[Tensor, Tensor]:
+        """A block's value, and the noise of its groups."""
+        if kind in WHOLE:
+            return self.values[kind, name], self.spread[kind, name]
+        estimate, key = self.estimate, (kind, name)
+        noise = estimate.weights.sqrt() * estimate.changes[key] / estimate.scale
+        spread = torch.zeros(self.folds, dtype=torch.float64).index_add_(0, self.groups, noise)
+        return torch.tensor(estimate.totals[key], dtype=torch.float64), spread
 
     def quantity(self, kind: Kind) -> Quantity:
-        result = Quantity({}, sizes=(1,) * self.pairs.folds)
-        names = [name for name, wanted in self.done.requests.items() if kind in wanted]
+        result = Quantity({}, sizes=(1,) * self.folds)
+        names = [name for name, wanted in self.requests.items() if kind in wanted]
         if kind == "magnitude":  # of what nothing is negative in
-            result.values = {name: self.done.zeros(kind, name).cpu() for name in names}
+            result.values = {name: self.values[kind, name] for name in names}
             return result
         added = _ADDED.get(kind, kind)
         for name in names:
-            value, lots = self._grouped(kind, name)
-            stderr, degrees = self.error((added, name))
-            more = stderr / (sqrt(self._variance((added, name))[0]) or inf)
-            draws = self._draws(value, lots, max(1.0, more))
+            value, spread = self._numbers(kind, name)
+            stderr, degrees = self.estimate.error((added, name))
+            more = max(1.0, stderr / (sqrt(self.estimate.plain((added, name))[0]) or inf))
+            draws = value + self.folds * more * (spread - spread.mean(0))
             result.values[name], result.draws[name] = value, draws
             result.errors[name] = mean_error(draws, result.sizes)[1]
             if kind not in WHOLE:
                 result.errors[name] = torch.tensor(stderr, dtype=torch.float64)
                 result.freedom[name] = degrees
-        result.total_stderr, result.total_degrees = self.error((added, ""))
+        result.total_stderr, result.total_degrees = self.estimate.error((added, ""))
         return result
-
-
-@final
-class Pilot:
-    """What a pass over few pairs tells: which entries of the outputs have large ratios, and by how
-    much the ratios vary.
-
-    The ratio of a direction is taken for the mean of what its entries gain, by their shares of its
-    squares. Gains that explain the ratios of the pilot are found by steps that keep them positive
-    (those of Richardson and Lucy): an entry that gains much makes the ratios of all directions
-    large that it is in, but those without it tell that the others do not.
-    """
-
-    def __init__(self, drawn: Drawn, leading: Leading) -> None:
-        self.drawn, every = drawn, drawn.done.shares()
-        ratios = torch.zeros(len(every), dtype=torch.float64)
-        for key, y in drawn.parts.items():
-            if (mean := leading.means[key] / drawn.scale) > 0:
-                ratios = torch.maximum(ratios, y / mean)
-        self.gains = torch.ones(every.shape[1], dtype=torch.float64)
-        told = (drawn.pairs.groups == 1) & (every.sum(1) > 0)
-        shares, ratios = every[told], ratios[told]
-        least = shares.new_full((), torch.finfo(shares.dtype).tiny)
-        back = (shares / shares.sum(0).clamp(min=least)).mT.contiguous()
-        for _ in range(_STEPS):
-            self.gains *= back @ (ratios / torch.addmv(least, shares, self.gains))
-        self.gains.clamp_(min=1.0)
-        self.gained = every @ self.gains
-
-    def noise(self, low: float, high: float) -> float:
-        """As that of what was drawn; `low` and `high` are the importance of all pairs below and
-        above the threshold."""
-        below = self.drawn.drawn & (self.drawn.pairs.groups == 0)
-        above = ~self.drawn.drawn & (self.drawn.pairs.groups == 0)
-        gains, most = self.gained[below], 0.0
-        for key, y in self.drawn.parts.items():
-            total = self.drawn.leading[key]
-            for weight, at in ((low, below), (high, above)):
-                total += weight * float(y[at].mean()) if bool(at.any()) else 0.0
-            if total > 0 and int(below.sum()) > 1:
-                mean = y[below].sum() / gains.sum()
-                variance = (gains * (y[below] / gains - mean).square()).sum() / gains.sum()
-                most = max(most, sqrt(float(variance)) / total)
-        return most
 
 
 @final
 @dataclass(slots=True)
 class AdaptiveRank:
-    """The search for a threshold that keeps a tolerance, and the passes that it takes."""
+    """The search for looks that keep a tolerance, and the passes that it takes."""
 
     risk: Risk
     loss: Loss
@@ -846,10 +779,11 @@ class AdaptiveRank:
     plan: Plan
     seed: int
     hessian: bool
-    folds: int  # groups of the drawn pairs, whose sums tell errors
+    folds: int  # groups of the drawn samples, whose sums tell errors
+    each_block: bool  # whether small blocks too must have errors within the tolerance of their own
     spent: float = field(default=0.0, init=False)  # of the price of a sweep
-    sent: int = field(default=0, init=False)  # pairs, of so many
-    pairs: int = field(default=0, init=False)
+    sent: int = field(default=0, init=False)  # looks
+    pairs: int = field(default=0, init=False)  # of a sample and a direction
     samples: int = field(default=0, init=False)
     rules: dict[str, set[str]] = field(default_factory=dict, init=False)
 
@@ -857,7 +791,7 @@ class AdaptiveRank:
     def kinds(self) -> frozenset[Kind]:
         return frozenset[Kind]().union(*self.requests.values())
 
-    def run(self, stream: Iterable[Batch]) -> Drawn | Refutation | str:
+    def run(self, stream: Iterable[Batch]) -> Result | Refutation | str:
         """Estimates within the tolerance; or why a sweep is no dearer."""
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
         apart = bool(self.kinds & WHOLE)
@@ -865,88 +799,78 @@ class AdaptiveRank:
         if refutation := survey.run(stream, self.plan):
             return refutation
         told = self.risk.reduction.each(
-            lambda: (
-                survey.unsuited,
-                [
-                    (sizes, f.entries().int().cpu())
-                    for sizes, f in zip(survey.found, survey.factors, strict=True)
-                ],
-            )
+            lambda: (survey.unsuited, [f.count for f in survey.factors], survey.sizes)
         )
-        if reasons := [unsuited for unsuited, _ in told if unsuited]:
+        if reasons := [unsuited for unsuited, *_ in told if unsuited]:
             return reasons[0]
-        self.samples, every = survey.samples, [each for _, parts in told for each in parts]
-        if len({each.shape[1] for each, _ in every}) != 1:
+        counts = {count for _, each, _ in told for count in each}
+        if len(counts) != 1:
             return "samples have unlike numbers of directions"
-        sizes, entries = (torch.cat(each) for each in zip(*every, strict=True))
-        self.pairs = sizes.numel()
-        if sizes.numel() < 8 * sum(_PILOT):
-            return f"there are only {sizes.numel()} pairs of a sample and a direction"
-        if float(sizes.sum()) == 0:
+        self.samples = survey.samples
+        self.pairs = self.samples * counts.pop()
+        if self.samples < _FEWEST:
+            return f"there are only {self.samples} samples"
+        left = torch.cat([part for *_, parts in told for part in parts])
+        seen = Seen(survey, left[:, 0], left[:, 1:], self.each_block)
+        if float(seen.sizes.sum()) == 0:
             return "the outputs have no curvature"
-        return self._search(survey, sizes, entries)
+        return self._search(survey, seen)
 
-    def _search(self, survey: Survey, sizes: Tensor, entries: Tensor) -> Drawn | Refutation | str:
-        leading, scale = Leading(survey, sizes), divisor(self.loss, survey.normaliser)
-        self.sent, self.rules = len(sizes), {n: set(r) for n, r in survey.rules.items()}
-        importance, noise = leading.importance(sizes), _GUESS / float(sizes.sum())
-        sent = Sent(sizes.shape[1])
-        # What is less has no length in the numbers' type.
-        like = next(iter(self.risk.parameters.values()))
-        least = torch.finfo(like.dtype).tiny ** 1.5
-        for attempt in range(1 + _ROUNDS):
-            if not isfinite(float(importance.sum())):
-                return "some directions are beyond the range of numbers"
-            population = Population(importance)
-            aim = _AIM * 0.8 ** max(0, attempt - 1)  # further below, once it was missed
-            threshold = population.threshold(noise, aim * self.settings.tolerance)
-            if threshold == 0 or not self._worth(importance, threshold, attempt):
-                return "so many directions matter that to choose among them saves too little"
-            key = threshold, self.folds, self.seed
-            pairs = choose(importance, *key) if attempt else pilot(importance, entries, least, *key)
-            done = self._pass(survey, pairs, sent, attempt > 0)
+    def _search(self, survey: Survey, seen: Seen) -> Result | Refutation | str:
+        scale, tolerance = divisor(self.loss, survey.normaliser), self.settings.tolerance
+        self.sent, self.rules = self.samples, {n: set(r) for n, r in survey.rules.items()}
+        # Products that cancel where entries are added up do not in each of them.
+        least = 1.0 if self.kinds & WHOLE else 0.0
+        each, guess = direction_price(self.kinds), max(_GUESS * self.samples / self.pairs, least)
+        shares = dict.fromkeys(seen.values, guess)
+        for attempt in range(_ROUNDS):
+            designer = Designer(seen, each, tolerance, self.seed)
+            design = designer.design(shares, _AIM * 0.9 ** max(0, attempt - 1))
+            levels = torch.maximum(design.all, seen.exponents)
+            samples, numbers = looks(1 << seen.exponents, 1 << levels)
+            sent = Looks(samples, numbers, torch.ones(len(samples)).double(), 0 * samples)
+            if not self._worth(sent):
+                return "so many directions matter that to mix them saves too little"
+            done = self._pass(survey, sent, apart=False)
             if isinstance(done, Refutation):
                 return done
-            estimate = Drawn(done, pairs, sent.of(pairs), leading, scale)
-            if attempt == 0:
-                told = Pilot(estimate, leading)
-                noise = told.noise(*population.halves(threshold))
-                importance = leading.importance(survey.sizes(told.gains))
-                continue
-            estimate.bound(leading.variances(importance, threshold), self.settings.tolerance)
-            if estimate.within(self.settings.tolerance):
-                return _HIDDEN if estimate.hides() else estimate
-            noise = estimate.noise()
+            seen.add(sent, *done.told(len(done.sent.samples)), levels)
+            estimate = Estimate(seen, design, scale, tolerance)
+            fewest = Designer(seen, each, tolerance, self.seed).least
+            if estimate.within() and bool((fewest <= levels).all()):
+                return self._result(survey, estimate)
+            shares = {key: max(share, least) for key, share in estimate.shares.items()}
         return "the tolerance was missed again and again"
 
-    def _worth(self, sizes: Tensor, threshold: float, attempt: int) -> bool:
-        """Whether a pass is worth its price, which is then spent; that of a pilot is small."""
-        chances = (sizes / threshold).clamp(max=1)
-        touched = float(1 - (1 - chances).prod(1).mean())
-        each = direction_price(self.kinds)
-        price = FORWARD * touched + each * float(chances.sum(1).mean())
-        spent = self.spent + price / (each * sizes.shape[1])
-        self.spent = spent if attempt else 0.0
-        return spent <= _WORTH
+    def _result(self, survey: Survey, estimate: Estimate) -> Result | Refutation:
+        result = Result(estimate, self.requests, self.folds, self.seed)
+        if self.kinds & WHOLE:
+            done = self._pass(survey, result.lots(), apart=True)
+            if isinstance(done, Refutation):
+                return done
+            result.take(survey, done)
+        return result
 
-    def _pass(
-        self, survey: Survey, pairs: Pairs, sent: Sent, final: bool
-    ) -> PackedPass | Refutation:
-        """One pass over chosen pairs, but those that are known; a pilot makes numbers alone."""
-        apart = final and bool(self.kinds & WHOLE)
-        pairs = pairs if apart else pairs.where(sent.unknown(pairs))
-        self.sent += len(pairs.samples)
+    def _worth(self, sent: Looks) -> bool:
+        """Whether a pass is worth its price, which is then spent; twice, where what is more than a
+        number is made by a pass of its own."""
+        each, times = direction_price(self.kinds), 2 if self.kinds & WHOLE else 1
+        price = FORWARD * len(sent.samples.unique()) + each * len(sent.samples)
+        self.spent += times * price / (each * self.pairs)
+        return self.spent <= _WORTH
+
+    def _pass(self, survey: Survey, sent: Looks, *, apart: bool) -> PackedPass | Refutation:
+        """One pass over gathered samples."""
+        self.sent += len(sent.samples)
         first = self.risk.offset
-        own = pairs.among(range(first, first + survey.own))
-        packing = Packing(own, apart)
+        own = sent.among(range(first, first + survey.own))
+        packing = Packing(own)
         parts: tuple[Any, ...] = self.risk, self.loss, self.requests, self.settings, self.weights
-        done = PackedPass(*parts, survey=survey, pairs=own, packing=packing, apart=apart)
-        done.squares = None if final else {}
+        done = PackedPass(*parts, survey=survey, sent=own, packing=packing, apart=apart)
         # Gathered samples are elsewhere in their batch than those that were looked at.
         plan = replace(self.plan, places=())
         if refutation := done.run(packing.batches(self.risk), plan):
             return refutation
-        sent.add(pairs, gathered(done, len(own.samples)))
         for name, rules in done.rules.items():
             self.rules.setdefault(name, set()).update(rules)
         return done

@@ -302,16 +302,24 @@ class Curvature:
             "1e-37. dtype=torch.float64 tells."
         )
 
-    def find(self, kinds: frozenset[Kind], groups: int = 0, only: Choice | None = None) -> Findings:
+    def find(
+        self,
+        kinds: frozenset[Kind],
+        groups: int = 0,
+        only: Choice | None = None,
+        each_block: bool = False,
+    ) -> Findings:
         """Several kinds of quantities from one sweep, of estimates this many groups of draws.
 
-        `only` tells the parameters that a kind is wanted of, where these are not all.
+        `only` tells the parameters that a kind is wanted of, where these are not all. What is not a
+        sum over blocks needs `each_block` within the tolerance, however small it is.
         """
         first, stream = self.risk.begun()
         plan = self.look(first, keep=True)
         chosen = only(self.layers(plan)) if only else {}
         while isinstance(
-            findings := _Search(self, kinds, groups, plan, chosen).run(stream, first), Refutation
+            findings := _Search(self, kinds, groups, plan, chosen, each_block).run(stream, first),
+            Refutation,
         ):
             plan, stream = self._weaken(plan, findings), self.risk.batches()
         plan.passed.clear()
@@ -369,7 +377,7 @@ class Curvature:
         return self._first or self.find(frozenset())
 
     def quantities(
-        self, kinds: frozenset[Kind], only: Choice | None = None
+        self, kinds: frozenset[Kind], only: Choice | None = None, each_block: bool = True
     ) -> dict[Kind, Quantity]:
         """The same, for measures: with draws, from which the error of what is made of them comes.
 
@@ -380,7 +388,7 @@ class Curvature:
         entries = sum(p.numel() for p in self.risk.parameters.values())
         own = _OWN_GROUPS // 2 if entries > _LARGE else _OWN_GROUPS
         groups = min(count, _GROUPS) if count else own
-        quantities = self.find(kinds, groups, only).quantities
+        quantities = self.find(kinds, groups, only, each_block).quantities
         return {kind: quantities[kind] for kind in kinds if kind in quantities}
 
     def eigenpairs(self, names: Sequence[str], k: int, tol: float) -> tuple[Eigenpair, ...]:
@@ -592,8 +600,9 @@ class _Search:
         groups: int,
         plan: Plan,
         only: Parameters,
+        each_block: bool,
     ) -> None:
-        self.only = only
+        self.only, self.each_block = only, each_block
         self.whole, self.kinds, self.groups, self.plan = curvature, kinds, groups, plan
         self.risk, self.hessian = curvature.risk, curvature.matrix == "hessian"
         self.settings, given = curvature.settings, curvature.estimator
@@ -812,7 +821,7 @@ class _Search:
         wanted = {n: kinds & CURVATURE for n, kinds in requests.items() if kinds & CURVATURE}
         seed = self.whole.seed if self.whole.estimator is None else self.whole.estimator.seed
         parts = self.risk, loss, settings, self.weights, wanted, self.plan, seed, self.hessian
-        search = AdaptiveRank(*parts, self.groups or GROUPS)
+        search = AdaptiveRank(*parts, self.groups or GROUPS, self.each_block)
         done = search.run(stream)
         if isinstance(done, Refutation):
             return done
@@ -820,9 +829,9 @@ class _Search:
             self._not_chosen(done)
             return requests
         note = (
-            f"tolerance={asked}: {search.sent} of {search.pairs} pairs of a sample "
-            "and a direction were sent backwards, and a mix of each sample's; the estimate is made "
-            f"of {len(done.pairs.samples)} of them, of which {done.count} were drawn at random"
+            f"tolerance={asked}: {search.sent} mixes for {search.pairs} pairs of a sample and a "
+            f"direction were sent backwards, more than one of {done.often} samples, and "
+            f"{done.count} of these, drawn at random, tell the error"
         )
         self.findings.notes.append(note)
         rules = {n: ", ".join(sorted(r - {UNUSED})) or UNUSED for n, r in search.rules.items()}

@@ -71,7 +71,8 @@ def combined_degrees(parts: Iterable[tuple[float, float]]) -> float:
     if not known:
         return inf
     whole = hypot(*(stderr for stderr, _ in known))  # squares of small ones may underflow
-    return 1 / sum((stderr / whole) ** 4 / degrees for stderr, degrees in known)
+    terms = sum((stderr / whole) ** 4 / degrees for stderr, degrees in known)
+    return 1 / terms if terms > 0 else inf
 
 
 def group_sizes(draws: int, groups: int) -> tuple[int, ...]:

@@ -51,25 +51,14 @@ class Factor:
         """One draw: directions whose signed outer products average to B; E[noise noiseᵀ] = 1."""
         raise AssertionError("this factor has few directions and is never sketched")
 
-    def sizes(self, gains: Tensor | None = None) -> Tensor:
-        """The squared lengths of the directions, (n, count), in float64.
+    def sizes(self) -> Tensor:
+        """The squared lengths of the directions, (n, count), in float64."""
+        raise AssertionError("this factor is never mixed")
 
-        With `gains`, one an output of a sample, the square of each entry counts so many times.
-        """
-        raise AssertionError("this factor is never chosen from")
-
-    def entries(self) -> Tensor:
-        """The two outputs in which every direction is largest, (n, count, 2)."""
-        raise AssertionError("this factor is never chosen from")
-
-    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Some directions of every sample, or of some `rows`, (D, n, …), by their numbers, (D, n);
-        0 for −1."""
-        raise AssertionError("this factor is never chosen from")
-
-    def mix(self, noise: Tensor) -> Tensor:
-        """Of every sample a random mix of all directions but the first, (n, …)."""
-        raise AssertionError("this factor is never chosen from")
+    def mixed(self, signs: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Of every sample, or of some `rows`, sums of all directions, (D, n, …), by the numbers
+        that each is taken with, (D, n, count)."""
+        raise AssertionError("this factor is never mixed")
 
     def joined(self, others: Sequence[Factor]) -> Self:
         """The factor of several batches of samples."""
@@ -145,78 +134,34 @@ class SoftmaxFactor(Factor):
 
 @final
 class RankedSoftmax(Factor):
-    """The factor of `SoftmaxFactor` with the classes from the likeliest down.
+    """The factor of `SoftmaxFactor` with the classes from the unlikeliest up, its columns from the
+    last, that of the second likeliest class, to the first.
 
-    The first column then holds what is between the likeliest class and the others, and the columns
-    of a confident sample end in next to nothing. Of 1,000 to 2,000 samples of trained networks it
-    takes as many columns to hold 99 % of the trace as eigenvectors do, to a few per cent, and no
-    decomposition. Outputs are (n, classes).
+    Those of a confident sample end in next to nothing. What a class of small probability alone
+    gains is in one column, its own, but for its probability: other columns cannot take it away when
+    they are mixed. Outputs are (n, classes).
     """
 
     def __init__(self, loss: CrossEntropy, outputs: Tensor, targets: Tensor) -> None:
         self.dtype, self.count = outputs.dtype, outputs.shape[1] - 1
-        self.p, self.order = outputs.double().softmax(1).sort(1, descending=True)
+        self.p, self.order = outputs.double().softmax(1).sort(1)
         rest = self.p.flip(1).cumsum(1).flip(1)[:, 1:]
         root = loss.scale(outputs, targets).sqrt().reshape(-1, 1)
         self.at, self.below = SoftmaxFactor.column_entries(self.p[:, :-1], rest, root)
-        self.root = root
-        self._placed: tuple[Tensor, Tensor] | None = None
 
-    def sizes(self, gains: Tensor | None = None) -> Tensor:
-        squares, at = self.p.square(), self.at.square()
-        if gains is not None:
-            each = gains.to(squares).expand_as(squares).gather(1, self.order)
-            squares, at = squares * each, at * each[:, :-1]
-        below = self.below.square() * squares.flip(1).cumsum(1).flip(1)[:, 1:]
-        # Of a saturated softmax ∞ · 0; it is at most the other term.
-        return at + below.nan_to_num(0, 0, 0)
+    def sizes(self) -> Tensor:
+        left = self.p.square().flip(1).cumsum(1).flip(1)[:, 1:]
+        return (self.at.square() + self.below.square() * left).flip(1)
 
-    def entries(self) -> Tensor:
-        return torch.stack([self.order[:, :-1], self.order[:, 1:]], -1)
-
-    def _by_class(self) -> tuple[Tensor, Tensor]:
-        """p in the order of the classes, and their ranks."""
-        if self._placed is None:
-            p = torch.empty_like(self.p, dtype=self.dtype)
-            p.scatter_(1, self.order, self.p.to(self.dtype))
-            ranks = torch.arange(self.p.shape[1], device=p.device).expand_as(self.order)
-            self._placed = p, torch.empty_like(self.order).scatter_(1, self.order, ranks)
-        return self._placed
-
-    def joined(self, others: Sequence[Factor]) -> Self:
-        whole = super().joined(others)
-        whole._placed = None
-        return whole
-
-    def chosen(self, which: Tensor, rows: Tensor | None = None) -> Tensor:
-        p, rank = self._by_class()
-        p, rank = (p, rank) if rows is None else (p[rows], rank[rows])
-        rows = torch.arange(len(p), device=which.device) if rows is None else rows
-        column, there = which.clamp(min=0), which >= 0
-        at, below = (each[rows, column] for each in (self.at, self.below))
-        # Of a saturated softmax: as in `SoftmaxFactor`.
-        below = below if self.dtype == torch.float64 else below.clamp(max=1e30)
-        values = p * (-below * there).to(p).unsqueeze(-1)
-        values *= rank > column.unsqueeze(-1)
-        entry = self.order[rows, column].unsqueeze(-1)
-        return values.scatter_(2, entry, (at * there).to(p)[..., None])
-
-    def mix(self, noise: Tensor) -> Tensor:
-        """Of every sample a random mix of all columns but the first, (n, classes).
-
-        With the classes but the likeliest, whose probabilities sum to q, these columns have the sum
-        of squares diag p − p pᵀ/q = R Rᵀ, R = diag r − p rᵀ/q with r = √p; the mix is R z for noise
-        z, one a class by rank, with E[z zᵀ] = 1. What a class alone gains is in one column of R,
-        but for its p, so that it cannot cancel there.
-        """
-        p = self.p[:, 1:]
-        rest = p.flip(1).cumsum(1)[:, -1:].clamp(min=torch.finfo(p.dtype).tiny)
-        mixed = p.sqrt() * noise[:, 1:]
-        mixed -= p / rest * mixed.sum(1, keepdim=True)
-        # The second likeliest has minus what the others have: no digits are lost near share 1.
-        mixed[:, 0] = -mixed[:, 1:].sum(1)
-        ranked = torch.cat([torch.zeros_like(mixed[:, :1]), mixed * self.root], 1)
-        return torch.empty_like(ranked).scatter_(1, self.order, ranked).to(self.dtype)
+    def mixed(self, signs: Tensor, rows: Tensor | None = None) -> Tensor:
+        parts = self.p, self.order, self.at, self.below
+        p, order, at, below = parts if rows is None else (each[rows] for each in parts)
+        z = signs.to(p).flip(-1)
+        before = torch.cat([torch.zeros_like(z[..., :1]), (z * below).cumsum(-1)], -1)
+        values = before.mul_(p).neg_()
+        values[..., :-1] += z * at
+        places = order.expand_as(values)
+        return torch.empty_like(values).scatter_(-1, places, values).to(self.dtype)
 
 
 @final
@@ -395,7 +340,7 @@ def factor(loss: Loss, outputs: Tensor, batch: Batch, *, sketched: bool, top: in
 
 
 def ranked(loss: Loss, outputs: Tensor, batch: Batch) -> RankedSoftmax | None:
-    """A factor to choose directions from by their size, for the classes of one place a sample."""
+    """A factor whose directions are mixed by their size, for the classes of one place a sample."""
     if not isinstance(loss, CrossEntropy) or outputs.ndim != 2:
         return None
     return RankedSoftmax(loss, outputs.detach(), batch.targets)

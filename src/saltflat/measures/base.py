@@ -111,6 +111,7 @@ class Measure(ABC):
     cost: ClassVar[Cost] = "sweep"
     needs_layers: ClassVar[bool] = True  # without a weight matrix there is nothing to measure
     searched: ClassVar[bool] = False  # a supremum, searched for by many passes over the data
+    adds_up: ClassVar[bool] = False  # it is the sum of all blocks, of which small ones hardly count
     batch_statistics: ClassVar[bool] = False  # BatchNorm takes them, and its eps is felt
 
     @abstractmethod

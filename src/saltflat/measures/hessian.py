@@ -24,6 +24,7 @@ class HessianTrace(Measure):
     equation: ClassVar[str] = "(5)"
     needs: ClassVar[frozenset[Need]] = frozenset({"trace"})
     invariant_to: ClassVar[frozenset[Symmetry]] = frozenset()
+    adds_up: ClassVar[bool] = True
     needs_layers: ClassVar[bool] = False
 
     def compute(self, context: Context) -> Measurement:
