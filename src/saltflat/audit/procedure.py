@@ -232,15 +232,21 @@ def _prepared(
         p.requires_grad_(name in risk.parameters)
     with risk.session():
         few = risk.first().part(0, _SAMPLES)
-        _check_loss(risk, few, unwrap(model))
     example = few.inputs if example is None else example
-    check_copy(unwrap(model), wide, example, answer_of(common["output"]))
+    try:
+        check_copy(unwrap(model), wide, example, answer_of(common["output"]))
+    except ModelError:
+        raise
+    except Exception:
+        _check_loss(risk, few, unwrap(model))
+        raise
+    _check_loss(risk, few, unwrap(model))
     return wide, example
 
 
 def _check_loss(risk: Risk, few: Batch, model: nn.Module) -> None:
     """Refuse a loss that contains parameters of the model itself, which its copies do not share."""
-    with torch.no_grad():
+    with risk.session(), torch.no_grad():
         outputs = risk.forward(few)  # which tells what is wrong if the data do not fit the model
     if isinstance(risk.loss, Loss | JointLoss):
         return
