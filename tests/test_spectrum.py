@@ -220,6 +220,19 @@ def test_of_eigenvalues_that_are_close_the_largest_is_found(top: str) -> None:
     np.testing.assert_allclose([pair.value for pair in pairs], want, rtol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e-160, 1e160, 1e300])
+def test_sizes_whose_squares_are_no_numbers(scale: float) -> None:
+    """As of the curvature of samples that a network is very sure of."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(60, 60, generator=generator, dtype=torch.float64)
+    matrix = matrix + matrix.T
+    space = Coordinates({"w": torch.zeros(60)})
+    for k in (1, 3):
+        pairs = eigenpairs(lambda v: {"w": scale * (matrix @ v["w"])}, space, k, 1e-3, 0)
+        values = torch.tensor([pair.value for pair in pairs], dtype=torch.float64) / scale
+        np.testing.assert_allclose(values, dense_eigenvalues(matrix, k), rtol=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_start_may_hide(seed: int) -> None:
     """p(H) start is the next vector, with the same p after restarts: so its part of an eigenvector
