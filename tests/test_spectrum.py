@@ -310,7 +310,7 @@ def test_what_rounding_hides_is_told(recwarn: pytest.WarningsRecorder) -> None:
     assert not [w for w in recwarn if "rounding" in str(w.message)]
     with torch.no_grad():
         for parameter in model[2].parameters():
-            parameter *= 20 / 0.3
+            parameter.mul_(20 / 0.3)
     with pytest.warns(UserWarning, match="hidden by rounding in torch.float32"):
         sf.max_eigenvalue(model, data)
     with pytest.warns(UserWarning, match="hidden by rounding in torch.float32"):
