@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -343,3 +343,13 @@ def test_long_names_are_folded_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     model.add_module(long, nn.Linear(2, 2).double())
     text = str(sf.trace(model, (torch.eye(2).double(), torch.arange(2))))
     assert f"{long}.weight" in "".join(re.findall(r"^│\s*(\S*)", text, re.MULTILINE))
+
+
+def test_results_are_dicts_to_dataclasses(report: sf.Report) -> None:
+    """Views that answer unknown names are made anew by it, from what they hold alone."""
+    for measurement in report.values():
+        fields = asdict(measurement)
+        assert fields["by_parameter"] == measurement.by_parameter
+        assert fields["details"].keys() == measurement.details.keys()
+    trace = sf.trace(CASE.model(), CASE.data())
+    assert asdict(trace)["details"].keys() == trace.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -220,6 +221,19 @@ def test_of_eigenvalues_that_are_close_the_largest_is_found(top: str) -> None:
     np.testing.assert_allclose([pair.value for pair in pairs], want, rtol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e-160, 1e160, 1e300])
+def test_sizes_whose_squares_are_no_numbers(scale: float) -> None:
+    """As of the curvature of samples that a network is very sure of."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(60, 60, generator=generator, dtype=torch.float64)
+    matrix = matrix + matrix.T
+    space = Coordinates({"w": torch.zeros(60)})
+    for k in (1, 3):
+        pairs = eigenpairs(lambda v: {"w": scale * (matrix @ v["w"])}, space, k, 1e-3, 0)
+        values = torch.tensor([pair.value for pair in pairs], dtype=torch.float64) / scale
+        np.testing.assert_allclose(values, dense_eigenvalues(matrix, k), rtol=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_start_may_hide(seed: int) -> None:
     """p(H) start is the next vector, with the same p after restarts: so its part of an eigenvector
@@ -283,6 +297,27 @@ def test_the_seed_is_the_start() -> None:
     model, data = wide_network()
     found = [sf.max_eigenvalue(model, data, tol=1e-2, seed=seed).value for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
+
+
+def test_what_rounding_hides_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    """Of samples of which a network is so sure that 1 − p is 0, gradients have no digits."""
+    torch.manual_seed(1)
+    x, model = torch.randn(40, 4), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    top = model(x).detach().topk(2).values
+    sure = top[:, 0] - top[:, 1]
+    data = x[sure > 0.3], model(x)[sure > 0.3].argmax(1)
+    sf.max_eigenvalue(model, data)
+    assert not [w for w in recwarn if "rounding" in str(w.message)]
+    with torch.no_grad():
+        for parameter in model[2].parameters():
+            parameter.mul_(20 / 0.3)
+    with pytest.warns(UserWarning, match="hidden by rounding in torch.float32"):
+        sf.max_eigenvalue(model, data)
+    with pytest.warns(UserWarning, match="hidden by rounding in torch.float32"):
+        report = sf.measure(model, data, measures=["hessian_max_eigenvalue"])
+    assert report["hessian_max_eigenvalue"].gap > 0.01 * report["hessian_max_eigenvalue"].value
+    truth = sf.max_eigenvalue(copy.deepcopy(model).double(), (data[0].double(), data[1]))
+    assert truth.residual <= 1e-2 * truth.value
 
 
 def test_zero() -> None:

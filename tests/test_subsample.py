@@ -15,6 +15,7 @@ from dense import Dense
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
@@ -153,6 +154,34 @@ def test_a_loader_is_read_as_it_reads_and_its_generators_are_left_alone() -> Non
     assert_untouched(model, seen)
     same = sf.trace(network(), (x[:600], y[:600]), samples="auto", tolerance=0.2)
     assert found.total == pytest.approx(same.total, rel=1e-12)
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    """Sums of two samples, by two indices; one index gives one sample."""
+
+    def __init__(self) -> None:
+        self.tensors = samples(1000)
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
+        x, y = self.tensors
+        first, *second = index if isinstance(index, tuple | list) else [index]
+        return x[first] + sum(x[k] for k in second), y[first]
+
+    def __len__(self) -> int:
+        return 1000
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_indices_may_be_pairs(kind: type) -> None:
+    indices = [kind((k, 7 * k % 1000)) for k in range(600)]
+    pairs = Pairs()
+    loader = DataLoader(pairs, 50, sampler=indices)
+    found = sf.trace(network(), loader, samples="auto", tolerance=0.2)
+    rows, targets = zip(*(pairs[k] for k in indices), strict=True)
+    data = torch.stack(rows), torch.stack(targets)
+    same = sf.trace(network(), data, samples="auto", tolerance=0.2)
+    assert found.total == pytest.approx(same.total, rel=1e-12)
+    assert found.interval == pytest.approx(same.interval, rel=1e-10)
 
 
 def test_all_samples_where_half_are_not_enough() -> None:

@@ -496,6 +496,23 @@ def test_checksum_of_rows_of_any_width_and_place(dtype: torch.dtype, width: int)
         assert checksum((other, Y)) != checksum((first, Y))
 
 
+@pytest.mark.parametrize("shape", [(12, 0), (12, 3, 0)])
+def test_inputs_without_entries_are_watched_too(shape: tuple[int, ...]) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = CASE.model()
+
+        def forward(self, x: Tensor, empty: Tensor) -> Tensor:
+            return self.model(x)
+
+    data = TensorDataset(X, X.new_zeros(shape), Y)
+    loader = DataLoader(data, 5)
+    found = sf.trace(First(), loader, CASE.loss, unpack=lambda i: ((i[0], i[1]), i[2]))
+    same = sf.trace(CASE.model(), (X, Y), CASE.loss)
+    assert found.total == pytest.approx(same.total)
+
+
 # ---------------------------------------------------------------------------------------------
 # worker processes
 

@@ -22,7 +22,8 @@ EVERY_RESCALING: frozenset[Symmetry] = frozenset(get_args(Symmetry))
 class Named(dict[str, Any]):
     """A mapping `what` that answers a name it does not have with those that it has."""
 
-    def __init__(self, what: str, entries: Mapping[str, Any]) -> None:
+    # What it holds comes first, as in a dict: `dataclasses.asdict` makes another one by that alone.
+    def __init__(self, entries: Any = (), what: str = "This") -> None:
         super().__init__(entries)
         self.what = what
 
@@ -98,7 +99,7 @@ class Measurement(Told):
 
     def __post_init__(self) -> None:
         for view in ("by_parameter", "by_layer", "by_neuron", "details"):
-            named = Named(f"{self.name}.{view}", getattr(self, view))
+            named = Named(getattr(self, view), f"{self.name}.{view}")
             object.__setattr__(self, view, named)
 
     #: What files say beside the fields, of which it follows.

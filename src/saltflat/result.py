@@ -106,7 +106,7 @@ class _Blocks(Results[Value]):
     interval: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        named = Named(f"{type(self).__name__}.details", self.details)
+        named = Named(self.details, f"{type(self).__name__}.details")
         object.__setattr__(self, "details", named)
 
     def __getitem__(self, name: str) -> Value:

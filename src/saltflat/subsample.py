@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar, final, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from saltflat.checks import check_choice
@@ -288,7 +288,8 @@ class _Indexed:
             order = fixed_order(loader, state)
         finally:
             state.restore()
-        indices = tree_leaves(order)
+        # An index may be of any kind: a pair, for a dataset that is asked for pairs.
+        indices = [index for batch in order for index in batch]
         # A loader that shuffles has another order in every random state.
         numbers = all(isinstance(index, int) for index in indices)
         self.indices: list[Any] = sorted(indices) if numbers else indices

@@ -118,6 +118,8 @@ class Watch:
         if flat.is_complex():
             flat = torch.view_as_real(flat).flatten(1)
         size = flat.element_size()
+        if not flat.shape[1]:
+            return torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
         if missing := -flat.shape[1] * size % 8:
             flat = torch.nn.functional.pad(flat.view(_INTEGERS[size]), (0, missing // size))
         elif flat.storage_offset() * size % 8:

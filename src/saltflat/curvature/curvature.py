@@ -109,6 +109,8 @@ _OWN_PROBES = 32
 # A gradient is timed on so many samples, and then on more.
 _TIMED, _MANY_TIMED = 16, 256
 
+# Residual norms that rounding must have left: over the tolerance, and of the eigenvalue.
+_AMISS, _HIDDEN = 10, 0.01
 # Draws that nobody is advised to make.
 _MANY_DRAWS = 100_000
 # Gradients: what costs less is swept for, also where a tolerance is given.
@@ -400,12 +402,32 @@ class Curvature:
                 names, lambda product: eigenpairs(product, space, k, tol, self.seed)
             )
         self._tell_of_underflow(names, self._eigenpairs[key][0])
+        self._tell_of_rounding(names, self._eigenpairs[key][0], tol)
         return self._eigenpairs[key]
 
     def _tell_of_underflow(self, names: Sequence[str], largest: Eigenpair) -> None:
         """Warn if the largest eigenvalue of some blocks together is too small for their type."""
         told = self.underflowing(dict.fromkeys(names, abs(largest.value)))
         if len(told) == len(names) and (warning := self.underflow(told)) not in self.warnings:
+            self.warnings.append(warning)
+
+    def _tell_of_rounding(self, names: Sequence[str], largest: Eigenpair, tol: float) -> None:
+        """Warn if products are too inexact for a residual that the iteration took for small.
+
+        Torch's cross-entropy takes p − 1 from p, of a sample of which the network is very sure.
+        """
+        value, residual, *_ = largest
+        if not residual > max(_AMISS * tol, _HIDDEN) * abs(value):
+            return
+        dtype = self.risk.parameters[names[0]].dtype
+        wider = " dtype=torch.float64 tells." if dtype != torch.float64 else ""
+        warning = (
+            f"The largest eigenvalue of {listed(names)}, {value:.2g}, is hidden by rounding in "
+            f"{dtype}: its residual norm is {residual:.2g}, and its error may be larger. It is "
+            "next to 0 beside others, or the network is surer of all samples than that type can "
+            f"tell.{wider}"
+        )
+        if warning not in self.warnings:
             self.warnings.append(warning)
 
     def block_eigenvalues(self, names: Sequence[str], tol: float) -> dict[str, Eigenpair]:

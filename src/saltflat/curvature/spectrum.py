@@ -143,7 +143,7 @@ class _Krylov:
         column = heights.cpu()
         self.small[self.count - 1, : self.count] = column
         self.small[: self.count, self.count - 1] = column
-        self.norm = float(rest.norm())
+        self.norm = _norm(rest)
         self.next = rest / self.norm if self.norm else rest
         self._heights += -inf if self.closed else log(self.norm)
 
@@ -190,6 +190,13 @@ class _Krylov:
         self.small[:keep, :keep] = values[:keep].diag()
         self._left = torch.cat([self._left, values[keep:]])
         self.count = keep
+
+
+def _norm(vector: Tensor) -> float:
+    """‖v‖ also where the squares of its entries are no numbers of float64: below 1e-308, as from
+    the curvature of samples that a network is very sure of, they would be 0."""
+    largest = float(vector.abs().max())
+    return largest * float((vector / largest).norm()) if 0 < largest < inf else largest
 
 
 def capacity(size: int, k: int) -> int:
@@ -256,7 +263,7 @@ def _converged(values: Tensor, bounds: Tensor, k: int, tol: float) -> bool:
     finer = ((_SHARP * tol) ** 2 * sizes).clamp(min=rounding)
     apart = (values[:k, None] - values).abs()
     gaps = torch.where(apart > finer[:, None], apart, inf).amin(1)
-    return bool((torch.minimum(bounds[:k], bounds[:k].square() / gaps) <= finer).all())
+    return bool((torch.minimum(bounds[:k], bounds[:k] * (bounds[:k] / gaps)) <= finer).all())
 
 
 def iterate(directions: Directions, k: int, tol: float) -> Iteration[tuple[_Pairs, list[float]]]:
@@ -279,7 +286,7 @@ def iterate(directions: Directions, k: int, tol: float) -> Iteration[tuple[_Pair
     residuals = []
     for value, vector in zip(found.values.tolist(), found.vectors, strict=True):
         image = yield vector
-        residuals.append(float((image - value * vector).norm()))
+        residuals.append(_norm(image - value * vector))
     return found, residuals
 
 
