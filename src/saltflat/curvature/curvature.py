@@ -142,7 +142,8 @@ _LIKELIHOOD = (
 @dataclass(slots=True)
 class Findings:
     """All that was asked for. `warnings` are what the user is to be told, `notes` includes them;
-    `shortfall` is by how much draws ended above the tolerance, and what it would take."""
+    `shortfall` is by how much draws ended above the tolerance, and what it would take; `probes`
+    how many there were if all estimates are Hutchinson's, whose number no tolerance chooses."""
 
     quantities: dict[Kind, Quantity] = field(default_factory=dict)
     samples: int = 0  # that were swept over, not sketched
@@ -153,6 +154,7 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     shortfall: str = ""
+    probes: int = 0
 
     def say(self, note: str) -> None:
         self.warnings.append(note)
@@ -1106,6 +1108,8 @@ class _Search:
             return
         matrix = "Hessian" if self.hessian else "Gauss–Newton"
         exact = self.hessian and not self.joint
+        rules = {r for q in self.findings.quantities.values() for r in q.rules.values()}
+        self.findings.probes = 0 if rules & _STEERED else self.estimator.probes
         self.findings.say(
             f"{matrix} {_blocks(len(names))} estimated by "
             f"{type(self.estimator).__name__} with {self.estimator.probes} probes: {why}."
@@ -1128,6 +1132,7 @@ class _Search:
 
 # Rules in a sentence, where their names are none of its words.
 _SAID = {"propagated": "propagated curvature", "sketch": "a sketch"}
+_STEERED = {"propagated", "activation probes", "sketch"}  # draws go on until the tolerance
 
 
 class _Refuted(Exception):
