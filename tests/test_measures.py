@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -795,3 +796,12 @@ def test_what_is_of_weight_matrices_alone() -> None:
         "minimum_sharpness",
         "neuronwise_minimum_sharpness",
     }
+
+
+def test_warnings_of_torch_about_itself_are_not_passed_on() -> None:
+    """Of a recurrent layer in float32, which `vmap` takes sample by sample."""
+    data = torch.randn(12, 3, 2), torch.arange(12) % 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sf.measure(net.Recurrent(nn.LSTM), data, measures=["fisher_rao_norm", "hessian_trace"])
+    assert not [w for w in caught if "torch" in str(w.message) or "drop" in str(w.message)]
