@@ -311,6 +311,16 @@ def test_a_tolerance_that_was_not_reached_is_told_before_all_else() -> None:
         assert "NOT reached" not in loose
 
 
+def test_the_operations_that_are_curved_are_listed_in_one_sentence() -> None:
+    layers = nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 3)
+    model = nn.Sequential(*layers)
+    with pytest.warns(UserWarning, match="estimated") as caught:
+        sf.trace(model, (torch.randn(8, 40), torch.arange(8) % 3))
+    told = next(str(w.message) for w in caught if "estimated by" in str(w.message))
+    assert told.count("not shown piecewise linear in it: ") == 1
+    assert told.endswith("in it: gelu, tanh.")
+
+
 def test_the_probes_that_a_tolerance_takes_are_told() -> None:
     """It does not choose the number of Hutchinson's: what is advised reaches it."""
     torch.manual_seed(0)

@@ -1006,7 +1006,7 @@ class _Search:
             reasons |= dict.fromkeys(requests.keys() - curved, note)
         self._add_draws(tally, rules, reasons)
         if curved:
-            why = "; ".join(sorted({self.reasons[name] for name in curved}))
+            why = _once(self.reasons[name] for name in curved)
             by = " and ".join(sorted({_SAID.get(rules[name], rules[name]) for name in curved}))
             part = f"their Gauss–Newton part is {'exact' if known else 'drawn too'}"
             self.findings.say(
@@ -1099,7 +1099,7 @@ class _Search:
         self._add(kind, quantity)
 
     def _note_products(self, names: list[str]) -> None:
-        why = "; ".join(sorted({self.reasons[n] for n in names}))
+        why = _once(self.reasons[n] for n in names)
         if all(quantity.exact(names) for quantity in self.findings.quantities.values()):
             self.findings.notes.append(
                 f"{len(names)} {'blocks are' if len(names) > 1 else 'block is'} written out by "
@@ -1133,6 +1133,15 @@ class _Search:
 # Rules in a sentence, where their names are none of its words.
 _SAID = {"propagated": "propagated curvature", "sketch": "a sketch"}
 _STEERED = {"propagated", "activation probes", "sketch"}  # draws go on until the tolerance
+
+
+def _once(reasons: Iterable[str]) -> str:
+    """Every reason once, and what several begin with up to a colon, too."""
+    parts = dict[str, list[str]]()
+    for reason in sorted(set(reasons)):
+        said, _, of = reason.partition(": ")
+        parts.setdefault(said, []).append(of)
+    return "; ".join(f"{said}: {', '.join(of)}" if any(of) else said for said, of in parts.items())
 
 
 class _Refuted(Exception):
