@@ -521,3 +521,18 @@ def hugging_face_conv1d() -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     return seq(Conv1D(5, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+
+
+class Nodes(nn.Module):
+    """A convolution over a graph whose edges are fixed: it cannot be run on some of the nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.tensor([[0, 1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 5, 0, 2]]))
+        self.fc1, self.fc2 = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.summed(self.fc2(self.summed(self.fc1(x)).relu()))
+
+    def summed(self, h: Tensor) -> Tensor:
+        return h.index_add(0, self.edges[1], h[self.edges[0]])

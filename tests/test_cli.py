@@ -301,6 +301,8 @@ def test_landscape_goes_on_where_it_stopped(place: Path, monkeypatch: pytest.Mon
         == json.loads((place / "line.json").read_text())["landscape"]
     )
     assert (place / "line.png").stat().st_size > 1000
+    assert "nothing was kept" not in found.stderr
+    assert "--html and --plot draw it" in run("landscape", *options).stderr
     whole = sf.Landscape.load(place / "line.json")
     assert "Loss along" in run("landscape", *options, "--save", "line.json").stdout
     run("landscape", *options, "--tolerance", "0.1", code=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -795,3 +796,30 @@ def test_what_is_of_weight_matrices_alone() -> None:
         "minimum_sharpness",
         "neuronwise_minimum_sharpness",
     }
+
+
+def test_warnings_of_torch_about_itself_are_not_passed_on() -> None:
+    """Of a recurrent layer in float32, which `vmap` takes sample by sample."""
+    data = torch.randn(12, 3, 2), torch.arange(12) % 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sf.measure(net.Recurrent(nn.LSTM), data, measures=["fisher_rao_norm", "hessian_trace"])
+    assert not [w for w in caught if "torch" in str(w.message) or "drop" in str(w.message)]
+
+
+def test_a_network_that_takes_whole_graphs_only_is_measured() -> None:
+    """The rescalings of one whose nodes are the samples were looked for on two of the nodes."""
+    torch.manual_seed(0)
+    model, data = net.Nodes().double(), (torch.randn(6, 3).double(), torch.arange(6) % 3)
+    with pytest.raises(sf.ForwardError, match="failed on the example"):
+        sf.symmetries(model, data[0][:2])
+    twin = sf.symmetries(model, data[0]).random(seed=0, spread=10.0)(model)
+    written_out = sf.Hutchinson(probes=sum(p.numel() for p in model.parameters()))
+    names = ["hessian_trace", "relative_flatness", "neuronwise_minimum_sharpness"]
+    one, other = (sf.measure(m, data, measures=names, estimator=written_out) for m in (model, twin))
+    dense = Dense(model, *data)
+    assert one["hessian_trace"].value == pytest.approx(float(dense.hessian.trace()), rel=1e-12)
+    least = one["neuronwise_minimum_sharpness"].value
+    assert least < one["hessian_trace"].value
+    assert least == pytest.approx(other["neuronwise_minimum_sharpness"].value, rel=1e-8)
+    sf.landscape(model, data, points=3, directions="balanced")

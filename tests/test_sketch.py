@@ -311,6 +311,32 @@ def test_a_tolerance_that_was_not_reached_is_told_before_all_else() -> None:
         assert "NOT reached" not in loose
 
 
+def test_the_operations_that_are_curved_are_listed_in_one_sentence() -> None:
+    layers = nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 3)
+    model = nn.Sequential(*layers)
+    with pytest.warns(UserWarning, match="estimated") as caught:
+        sf.trace(model, (torch.randn(8, 40), torch.arange(8) % 3))
+    told = next(str(w.message) for w in caught if "estimated by" in str(w.message))
+    assert told.count("not shown piecewise linear in it: ") == 1
+    assert told.endswith("in it: gelu, tanh.")
+
+
+def test_the_probes_that_a_tolerance_takes_are_told() -> None:
+    """It does not choose the number of Hutchinson's: what is advised reaches it."""
+    torch.manual_seed(0)
+    model, tolerance = net.Recurrent(nn.LSTM).double(), 0.05
+    data = torch.randn(20, 3, 2).double(), torch.arange(20) % 3
+    with pytest.warns(UserWarning, match="as many at every tolerance"):
+        first = sf.trace(model, data, tolerance=tolerance)
+    assert {d.rule for d in first.details.values() if not d.exact} == {"probes"}
+    count = int(re.search(r"About ([\d,]+) should", first.notes[0])[1].replace(",", ""))
+    assert count == pytest.approx(32 * (first.stderr / abs(first.total) / tolerance) ** 2, rel=0.06)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        better = sf.trace(model, data, estimator=sf.Hutchinson(probes=count))
+    assert better.stderr < 1.3 * tolerance * abs(better.total)
+
+
 def test_a_report_tells_that_the_tolerance_was_not_reached(tmp_path: Path) -> None:
     """In the terminal before what else is told, on the page, in the file, and as a warning."""
     with pytest.warns(UserWarning, match="NOT reached"):

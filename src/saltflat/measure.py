@@ -178,7 +178,8 @@ def _shortfall(report: Report, engine: Curvature) -> str:
     if report.provenance.population:
         return ""
     errors = {name: (m.value, m.stderr) for name, m in report.items()}
-    return shortfall(engine.settings.tolerance, errors, engine.first.shortfall)
+    first = engine.first
+    return shortfall(engine.settings.tolerance, errors, first.shortfall, first.probes)
 
 
 Once = Callable[[Any, Sequence[Measure], bool, Settings], tuple[Report, Curvature]]

@@ -196,10 +196,16 @@ def with_error(value: float, stderr: float, degrees: float) -> str:
     return f"± {stderr:.2g}" + ("" if sign_known(value, stderr, degrees) else ", sign unknown")
 
 
-def shortfall(tolerance: float, errors: Mapping[str, tuple[float, float]], why: str) -> str:
+_MANY_PROBES = 100_000
+
+
+def shortfall(
+    tolerance: float, errors: Mapping[str, tuple[float, float]], why: str, probes: int
+) -> str:
     """What is to be said of values whose standard errors the tolerance does not allow, if any.
 
-    `errors` are values and their standard errors by name, `why` what is known of their blocks.
+    `errors` are values and their standard errors by name, `why` what is known of their blocks,
+    `probes` how many there were if all blocks are Hutchinson's, else 0.
     """
     shares = {n: s / abs(v) if v else inf for n, (v, s) in errors.items() if s > 0}
     far = sorted((n for n in shares if shares[n] > tolerance), key=lambda n: -shares[n])
@@ -207,7 +213,17 @@ def shortfall(tolerance: float, errors: Mapping[str, tuple[float, float]], why: 
         return ""
     told = listed(f"{_percent(shares[name])} of {name}" for name in far)
     told = f": standard errors are {told}" if told else ""
-    why = why or "More draws (estimator=), or a smaller tolerance=, make them smaller."
+    if not why and probes and far:
+        more = float(f"{probes * (shares[far[0]] / tolerance) ** 2:.1e}")
+        enough = f"About {more:,.0f}" if more <= _MANY_PROBES else f"More than {_MANY_PROBES:,}"
+        why = (
+            f"Of the {probes} probes of Hutchinson there are as many at every tolerance. {enough} "
+            "should do: estimator=saltflat.Hutchinson(probes=…)."
+        )
+    why = why or (
+        "More draws (estimator=) make them smaller, and so does a smaller tolerance= where draws "
+        "are not Hutchinson's."
+    )
     return f"The tolerance of {_percent(tolerance)} was NOT reached{told}. {why}"
 
 

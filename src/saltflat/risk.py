@@ -529,6 +529,20 @@ class Risk:
             return next(self.batches())
         return self._opened()[1]
 
+    def some(self, samples: int) -> Batch:
+        """A few samples of the first batch to look at, or all of it where the model cannot be run
+        on a part, as on a part of a graph's nodes."""
+        first = self.first()
+        few = first.part(0, samples)
+        if few.size == first.size or self.sharded:  # a pass that is not measured would gather
+            return few
+        try:
+            with torch.no_grad():
+                self.forward(few)
+        except ModelError:
+            return first  # which fails in the same way if it was not for the part
+        return few
+
     def begun(self) -> tuple[Batch, Iterable[Batch]]:
         """The first batch of the data, and all of this process."""
         if self.reduction.ranks > 1:

@@ -360,6 +360,8 @@ def landscape(
         keep(request.voice, found, html)
         if plot is not None and request.voice.first:
             request.voice.note(f"wrote {found.plot(plot)}")
+        if (save, html, plot) == (None, None, None) and not request.voice.json:
+            request.voice.note("nothing was kept: --html and --plot draw it, --save keeps it.")
 
 
 @app.command(epilog=_example("bench net.py:make_model --data test.npz --samples 512"))

@@ -645,7 +645,7 @@ def _tell_shortfall(findings: Findings, kind: Kind, tolerance: float) -> None:
     """Say before all else that the draws ended above the tolerance, if they did."""
     found = findings.quantities[kind]
     total = {"the total": (found.total, found.total_stderr)}
-    if told := shortfall(tolerance, total, findings.shortfall):
+    if told := shortfall(tolerance, total, findings.shortfall, findings.probes):
         findings.warnings.insert(0, told)
         findings.notes.insert(0, told)
 

@@ -144,7 +144,8 @@ _LIKELIHOOD = (
 @dataclass(slots=True)
 class Findings:
     """All that was asked for. `warnings` are what the user is to be told, `notes` includes them;
-    `shortfall` is by how much draws ended above the tolerance, and what it would take."""
+    `shortfall` is by how much draws ended above the tolerance, and what it would take; `probes`
+    how many there were if all estimates are Hutchinson's, whose number no tolerance chooses."""
 
     quantities: dict[Kind, Quantity] = field(default_factory=dict)
     samples: int = 0  # that were swept over, not sketched
@@ -155,6 +156,7 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     shortfall: str = ""
+    probes: int = 0
 
     def say(self, note: str) -> None:
         self.warnings.append(note)
@@ -580,7 +582,7 @@ class Curvature:
 
         None where they might not be those of `layers`: that takes a look at gradients.
         """
-        few = self.risk.first().part(0, 2)
+        few = self.risk.some(2)
         with Recorder(self.risk.leaves) as recorder:
             self.risk.forward(few)
         uses = recorder.uses
@@ -1035,7 +1037,7 @@ class _Search:
             reasons |= dict.fromkeys(requests.keys() - curved, note)
         self._add_draws(tally, rules, reasons)
         if curved:
-            why = "; ".join(sorted({self.reasons[name] for name in curved}))
+            why = _once(self.reasons[name] for name in curved)
             by = " and ".join(sorted({_SAID.get(rules[name], rules[name]) for name in curved}))
             part = f"their Gauss–Newton part is {'exact' if known else 'drawn too'}"
             self.findings.say(
@@ -1128,7 +1130,7 @@ class _Search:
         self._add(kind, quantity)
 
     def _note_products(self, names: list[str]) -> None:
-        why = "; ".join(sorted({self.reasons[n] for n in names}))
+        why = _once(self.reasons[n] for n in names)
         if all(quantity.exact(names) for quantity in self.findings.quantities.values()):
             self.findings.notes.append(
                 f"{len(names)} {'blocks are' if len(names) > 1 else 'block is'} written out by "
@@ -1137,6 +1139,8 @@ class _Search:
             return
         matrix = "Hessian" if self.hessian else "Gauss–Newton"
         exact = self.hessian and not self.joint
+        rules = {r for q in self.findings.quantities.values() for r in q.rules.values()}
+        self.findings.probes = 0 if rules & _STEERED else self.estimator.probes
         self.findings.say(
             f"{matrix} {_blocks(len(names))} estimated by "
             f"{type(self.estimator).__name__} with {self.estimator.probes} probes: {why}."
@@ -1159,6 +1163,16 @@ class _Search:
 
 # Rules in a sentence, where their names are none of its words.
 _SAID = {"propagated": "propagated curvature", "sketch": "a sketch"}
+_STEERED = {"propagated", "activation probes", "sketch"}  # draws go on until the tolerance
+
+
+def _once(reasons: Iterable[str]) -> str:
+    """Every reason once, and what several begin with up to a colon, too."""
+    parts = dict[str, list[str]]()
+    for reason in sorted(set(reasons)):
+        said, _, of = reason.partition(": ")
+        parts.setdefault(said, []).append(of)
+    return "; ".join(f"{said}: {', '.join(of)}" if any(of) else said for said, of in parts.items())
 
 
 class _Refuted(Exception):

@@ -6,6 +6,7 @@ one where it does not (data-dependent control flow, parameters held in plain lis
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -83,7 +84,9 @@ class PerSample:
             gradients: dict[str, Tensor] = vmap(lambda u: pull(u.unsqueeze(0))[0])(cotangents)
             return gradients
 
-        result = vmap(one, in_dims=(dims, 1), out_dims=1)(inputs, columns)
+        with warnings.catch_warnings():  # torch's, which asks for a report of an operation to it
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            result = vmap(one, in_dims=(dims, 1), out_dims=1)(inputs, columns)
         return {name: g.detach() for name, g in result.items()}
 
     def _alone(self, batch: Batch, columns: Tensor) -> dict[str, Tensor]:

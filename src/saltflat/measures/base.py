@@ -66,7 +66,7 @@ class Context:
     def group(self) -> Group:
         """Every rescaling of the trainable parameters that keeps the model's function."""
         if self._group is None:
-            inputs = self.risk.first().part(0, 2).inputs
+            inputs = self.risk.some(2).inputs
             with self.risk.work.within("searching rescalings"):
                 self._group = symmetries(
                     self.risk.model, inputs, output=self.risk.output, parameters="trainable"

@@ -166,7 +166,7 @@ def _two_sided(nodes: int) -> list[tuple[float, float]]:
 def feeding(risk: Risk, layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Which units of every layer feed BatchNorm, as a forward pass of a few samples shows it."""
     refuse_sharded(risk.model.parameters(), "Filters are looked for in whole parameters", ADVICE)
-    few = risk.first().part(0, 2)
+    few = risk.some(2)
     parameters = risk.parameters
     feeds = Feeds({x.parameter: Filters(parameters[x.parameter], x.matrix) for x in layers})
     with feeds:  # gradients on: without them some modules take a path that cannot be watched

@@ -90,7 +90,7 @@ def _squares(risk: Risk, loss: Loss) -> tuple[float, int, float]:
 def _degree(context: Context) -> int:
     """D with f(2θ) = 2^D f(θ), θ the weight matrices."""
     risk = context.risk
-    few = risk.first().part(0, 8)
+    few = risk.some(8)
     with torch.no_grad():
         before = risk.forward(few)
         weights = {layer.parameter: layer.weight for layer in context.layers}

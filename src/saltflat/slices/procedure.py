@@ -273,7 +273,7 @@ def _balanced(
         )
     risk = Risk(model, data, loss, **common, reduction=together)
     with risk.session():
-        inputs = risk.first().part(0, 2).inputs
+        inputs = risk.some(2).inputs
     with reporting(calls["progress"] if together.rank == 0 else False) as work:
         work.at("searching rescalings", 0, 1)
         group = symmetries(model, inputs, output=output, parameters=parameters)

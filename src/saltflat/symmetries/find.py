@@ -115,7 +115,7 @@ def _trace(model: nn.Module, example: Any, output: Chooser, values: TensorValues
             f"or a dict for model(**x). Got {type(example).__name__}; the "
             f"model said: {error}"
         ) from error
-    except RuntimeError as error:
+    except Exception as error:
         if not ordinary(error):
             raise
         raise ForwardError(
