@@ -251,6 +251,21 @@ def test_parameters_that_autograd_does_not_reach(name: str) -> None:
     assert found.details["spare.weight"].reason == "no effect on outputs"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["no_grad", "detach"])
+def test_unreached_parameters_that_float32_does_not_show(name: str, dtype: torch.dtype) -> None:
+    """They are too small to move outputs by more than rounding, and their slopes are not."""
+    model = Detached(UNREACHED[name]).to(dtype)
+    with torch.no_grad():
+        for p in model.body.parameters():
+            p.mul_(1e-9)
+    with pytest.raises(sf.ModelError, match="autograd does not reach") as caught:
+        sf.trace(model, data(dtype))
+    assert "body.weight, body.bias" in str(caught.value)
+    assert "spare" not in str(caught.value)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
 def test_reentrant_checkpointing_in_the_middle() -> None:
     model = Between(lambda h: checkpoint(torch.tanh, h, use_reentrant=True))
     with pytest.raises(sf.ModelError, match="use_reentrant=False"):

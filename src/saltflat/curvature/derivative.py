@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -360,18 +360,37 @@ def _slopes(
         yield said, (ends[0] - ends[1]) / (2 * step), rounding / step
 
 
-def check_unreached(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> None:
-    """Refuse parameters that move the outputs though autograd does not reach them."""
+def check_unreached(
+    risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str], *, cuts: bool = False
+) -> None:
+    """Refuse parameters that move the outputs though autograd does not reach them.
+
+    With `cuts` something was hidden from autograd in the forward pass, and float64 is asked too:
+    what moves the outputs by less than float32 shows has curvature all the same.
+    """
     moving = [name for name in names if risk.parameters[name].numel()]
-    if not moving or not _moves(risk, batch, outputs, moving):
+    blamed = _moving(risk, batch, outputs, moving)
+    if not blamed and cuts and not risk.sharded and outputs.dtype != torch.float64:
+        question = _Question(risk, batch, torch.empty(0), _FINE)
+        with suppress(RuntimeError):  # it cannot be run in float64
+            blamed = question.in_float64(
+                lambda wide: _moving(wide.risk, wide.batch, wide.risk.forward(wide.batch), moving)
+            )
+    if not blamed:
         return
-    blamed = [name for name in moving if _moves(risk, batch, outputs, [name])]
     raise ModelError(
         f"The outputs depend on {listed(blamed)}, but autograd does not reach them from the "
         "outputs: the forward pass uses them under torch.no_grad(), detached, or inside reentrant "
         "checkpointing (pass use_reentrant=False). Their curvature is not zero and cannot be had "
         "so; let gradients through, or freeze them (requires_grad_(False)) to leave them out."
     )
+
+
+def _moving(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> list[str]:
+    """Those that move the outputs, if they do so together."""
+    if not names or not _moves(risk, batch, outputs, names):
+        return []
+    return [name for name in names if _moves(risk, batch, outputs, [name])] or list(names)
 
 
 def _moves(risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str]) -> bool:
