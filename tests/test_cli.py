@@ -43,6 +43,10 @@ class Net(nn.Module):
     def forward(self, x):
         return self.fc2(self.fc1(x).relu())
 
+class Bent(Net):
+    def forward(self, x):
+        return self.fc2(self.fc1(x).tanh()).tanh()
+
 class Pair(Net):
     def forward(self, x):
         return {"answer": super().forward(x), "other": x}
@@ -93,6 +97,17 @@ def run(*arguments: str, code: int = 0) -> Result:
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     return result
+
+
+def test_what_the_result_says_is_not_said_beside_it(place: Path) -> None:
+    """Estimates warn; the table has that among its notes, and JSON goes to a program."""
+    options = "measure", net(place, "Bent"), "--data", "data.npz", "-m", "hessian_trace"
+    found = run(*options)
+    note = "was NOT reached"
+    assert note in " ".join(found.stdout.split())
+    assert note not in found.stderr
+    assert note in run(*options, "--json").stderr
+    assert note not in run(*options, "--json", "--quiet").stderr
 
 
 def shell(*arguments: str, **options: Any) -> subprocess.Popen[str]:

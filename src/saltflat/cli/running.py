@@ -150,6 +150,7 @@ class Voice:
     traceback: bool = False
     world: World | None = None
     out: TextIO = field(default_factory=lambda: sys.stdout)
+    _warnings: list[str] = field(default_factory=list)  # of the command, until there is a result
 
     @property
     def first(self) -> bool:
@@ -160,10 +161,35 @@ class Voice:
         if self.first and not self.quiet:
             _tell(text)
 
+    def warn(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Shows a warning; what the command itself is warned of, once it is known whether the
+        result says it too."""
+        if Path(filename).parent == Path(__file__).parent:
+            self._warnings.append(str(message))
+        else:
+            self.note(str(message))
+
+    def flush(self, told: str = "") -> None:
+        """Show the warnings that are not among what is told."""
+        said = " ".join(told.split())
+        for words in self._warnings:
+            if " ".join(words.split()) not in said:
+                self.note(words)
+        self._warnings.clear()
+
     def result(self, result: Any, content: Callable[[], Any] | None = None) -> None:
         """Print a result; `content` makes what stands for it in JSON, if it cannot be saved."""
         if not self.first:
             return
+        self.flush("" if self.json else str(result))
         if self.json:
             self._json(store.plain(content()) if content else saved(result))
         elif self.out.isatty() and not isinstance(result, str):
@@ -213,7 +239,7 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
     """
     aside = redirect_stdout(sys.stderr) if voice.json else nullcontext()
     with warnings.catch_warnings(), aside:
-        warnings.showwarning = lambda message, *_, **__: voice.note(str(message))
+        warnings.showwarning = voice.warn
         asked = ASK.set("-m all")
         try:
             with voice.world.joined() if voice.world else nullcontext():
@@ -234,6 +260,7 @@ def speaking(voice: Voice, save: tuple[Path | None, ...] = ()) -> Iterator[None]
         except Exception as error:
             raise typer.Exit(voice.failure(error, _in_words(error, voice), _code(error))) from error
         finally:
+            voice.flush()
             ASK.reset(asked)
 
 
