@@ -361,14 +361,14 @@ def _slopes(
 
 
 def check_unreached(
-    risk: Risk, batch: Batch, outputs: Tensor, names: Sequence[str], *, cuts: bool = False
+    risk: Risk, batch: Batch, outputs: Tensor, reached: Collection[str], *, cuts: bool = False
 ) -> None:
     """Refuse parameters that move the outputs though autograd does not reach them.
 
     With `cuts` something was hidden from autograd in the forward pass, and float64 is asked too:
     what moves the outputs by less than float32 shows has curvature all the same.
     """
-    moving = [name for name in names if risk.parameters[name].numel()]
+    moving = [name for name, p in risk.parameters.items() if p.numel() and name not in reached]
     blamed = _moving(risk, batch, outputs, moving)
     if not blamed and cuts and not risk.sharded and outputs.dtype != torch.float64:
         question = _Question(risk, batch, torch.empty(0), _FINE)

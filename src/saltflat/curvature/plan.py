@@ -324,8 +324,7 @@ def _examine_graph(
     uses = recorder.uses
     is_coupled = _coupled_not_random(risk, batch, outputs)
     proof = proof_of(risk, batch, outputs)
-    unreached = [n for n in risk.parameters if n not in proof.reached]
-    check_unreached(risk, batch, outputs, unreached, cuts=recorder.cuts)
+    check_unreached(risk, batch, outputs, proof.reached, cuts=recorder.cuts)
     rules, dims = dict.fromkeys(risk.parameters, UNUSED), dict[str, int]()
     dormant, probed, slopes = frozenset[str](), frozenset[str](), None
     if outputs.requires_grad:
